@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tinygrad_nv.explain import levels
+from tinygrad_nv.language.passes import NAMES
 from tinygrad_nv.ptx import assemble
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.tile.limits import SMEM_BYTES
@@ -133,7 +134,17 @@ def test_the_text_runs_on_the_emulator(command):
     (["--prefill", "0"], ["--prefill 0", "1 to 512 tokens"]),
     (["--prefill", "100000"], ["--prefill 100000", "1 to 512 tokens"]),
     (["--prefill", "-1"], ["--prefill -1", "1 to 512 tokens"]),
-    (["--kernel", "1"], ["--kernel without --level", "--level spec|tile|ptx|sass|c"]),
+    (["--kernel", "1"], ["--kernel without --level", "--level spec|tile|ptx|sass|c, or --pass"]),
+    (["--gemm", EXTENTS, "--pass", "ptx"], ["--pass with --gemm", "--level spec|tile"]),
+    (["--pass", "sass"], ["pass 'sass'", "all, or one of source, trace, masks", "places, c (CPU)"]),
+    (["--pass", "ptx", "--level", "ptx"], ["--level with --pass", "leave one out"]),
+    (["--program", "k.py:f", "--level", "ptx"], ["--level with --program"]),
+    (["--program", "k.py:f", "--gemm", EXTENTS], ["--gemm and --program", "leave one out"]),
+    (["--program", "k.py:f", "--epilogue", "relu"], ["--epilogue without --gemm"]),
+    (["--program", "k.py:f", "--prefill", "9"], ["--prefill with --program", "options of one kernel"]),
+    (["--program", "k.py"], ["--program k.py", "FILE.py:KERNEL"]),
+    (["--program", "nowhere.py:f"], ["no file nowhere.py"]),
+    (["--set", "N=3"], ["--set without --program"]),
 ])
 def test_what_cannot_be_explained(command, words: list[str], said: list[str]):
     command("explain", *words).refused(*said)
@@ -146,7 +157,75 @@ def test_words_that_are_refused_by_the_parser(command, words: list[str], said: s
     command("explain", *words).refused(said)
 
 
+# **** one kernel of a file ****
+
+PROGRAM = """
+from tinygrad_nv.language import *
+
+@kernel(grid=lambda R, BM: (cdiv(R, BM),))
+def scaled(x: KTile["R", "N", f32], out: OTile["R", "N", f32], *, by: float = 2.0, BM: int = 4):
+    rows = tile.block(tile.program_id(0) * BM, BM)
+    out[rows, :] = x[rows, :] * by
+
+@kernel
+def with_cache(q: KTile["S", "D", bf16], cache) -> OTile["S", "D", bf16]: return q[:, :]
+
+@kernel
+def of_any(x: KTile["N"], out: OTile["N", f32]): out[0] = 0
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    """A file with kernels, and the name of one."""
+    (tmp_path / "scaled.py").write_text(PROGRAM)
+    return f"{tmp_path / 'scaled.py'}:scaled"
+
+
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, "cpu"])
+def test_a_kernel_of_a_file_as_a_table_of_its_passes(command, program: str, arch: str):
+    sizes = ("--set", "R=50", "--set", "N=64", "--set", "by=3.5")
+    asked = ("explain", "--program", program, *sizes, "--arch", arch)
+    head, *lines = command(*asked).succeeded().out.splitlines()
+    assert head == "pass" + " " * (head.index("lines") - 4) + "lines"
+    names = [line.split()[0] for line in lines]
+    assert names == [*NAMES["cpu" if arch == "cpu" else "gpu"]]
+    assert len({line.index(line.split()[2]) for line in lines}) == 1     # columns are aligned
+    for line in lines:
+        text = command(*asked, "--pass", line.split()[0]).succeeded().out
+        assert len(text.splitlines()) == int(line.split()[1])
+    assert "value=0x1.c000000000000p+1" in command(*asked, "--pass", "trace").succeeded().out
+    assert re.findall(r"^// \d+ (\w+): ", command(*asked, "--pass", "all").succeeded().out, re.M) == names
+
+
+@pytest.mark.parametrize(("name", "words", "said"), [
+    ("scaled", ["--set", "R=50"], ['the shape of x: KTile["R", "N", f32]', "sizes of N", "--set N=64"]),
+    ("scaled", ["--set", "R=50", "--set", "N=4", "--set", "K=4"], ["K of kernel scaled", "some of R, N"]),
+    ("scaled", ["--set", "R=50", "--set", "N=4", "--pass", "c"], ["pass 'c'", "ptx (GPU)"]),
+    ("scaled", ["--set", "R=0", "--set", "N=4"], ["no elements"]),
+    ("scaled", ["--set", "R"], ["--set R", "NAME=VALUE"]),
+    ("other", [], ["has no kernel other", "one of scaled, with_cache, of_any"]),
+    ("with_cache", ["--set", "S=8", "--set", "D=8"], ["argument cache of kernel", "kernel.passes(…)"]),
+    ("of_any", ["--set", "N=8"], ["has no dtype", "add the dtype"])])
+def test_kernels_of_files_that_cannot_be_explained(command, program: str, name: str, words: list[str],
+                                                   said: list[str]):
+    command("explain", "--program", program.replace(":scaled", f":{name}"), *words).refused(*said)
+
+
 # **** models ****
+
+def test_passes_of_a_model(command, tiny: Path):
+    """Of its kernels those that are programs."""
+    options = (tiny, "--device", "EMU", "--dtype", "bfloat16")
+    found = command("explain", *options, "--pass", "layout").succeeded().out
+    heads = re.findall(r"^// kernel (\d+) of \d+: (\w+) on EMU", found, re.M)
+    assert {name for _, name in heads} == {"norm"}
+    assert found.count("value ") == len(heads)
+    number = heads[0][0]
+    one = command("explain", *options, "--pass", "trace", "--kernel", number).succeeded().out
+    assert one.splitlines()[1].startswith("program norm(")
+    command("explain", *options, "--pass", "trace", "--kernel", "nothing").refused("no kernel 'nothing'")
+
 
 @pytest.mark.slow
 def test_a_model_without_kernels_of_ours(command, tiny: Path, monkeypatch: pytest.MonkeyPatch):

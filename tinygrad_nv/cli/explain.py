@@ -2,8 +2,9 @@
 
 Protocol: without --level a table, and a line for each matmul with schedule, predicted time and registers.
 With a level (spec, tile, ptx, sass, c) the text of each distinct kernel of this package, or of the one
-selected by --kernel. `--gemm [BATCHx]MxNxK` explains one matmul, for a GPU that need not be present, or with
-`--arch cpu` for this processor. An option without effect is an error.
+selected by --kernel; with --pass what the passes of the tile language make of those that are programs.
+`--gemm [BATCHx]MxNxK` explains one matmul, `--program FILE.py:KERNEL` one kernel with @kernel, for a GPU that
+need not be present, or with `--arch cpu` for this processor. An option without effect is an error.
 """
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from tinygrad_nv.tile.gemm.dense import MAJORS, RESULTS, TYPES, WORDS
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 
 OF_MODELS = ("kernel", "prefill", "max_model_len", "gpu_memory_utilization", "device")
-OF_MATMULS = {"majors": "NT", "epilogue": "", "out": "", "arch": "sm_90a", "sm_count": 0}
+OF_MATMULS = {"majors": "NT", "epilogue": "", "out": ""}
+OF_TARGETS = {"arch": "sm_90a", "sm_count": 0}
 CPU = "cpu"
 SHORT = {"auto": "bf16", "bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 Find = Callable[[str | None, bool], Path]
@@ -32,6 +34,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     explain = commands.add_parser("explain", help="the kernels of a model's step, or of a matmul")
     explain.add_argument("model", nargs="?", metavar="MODEL", help=directory)
     explain.add_argument("--level", choices=LEVELS, help="print each kernel of ours at this level")
+    explain.add_argument("--pass", dest="of_pass", metavar="NAME|all",
+                         help="print what this pass makes of each kernel that is a program")
     explain.add_argument("--kernel", metavar="N|NAME", help="only this kernel")
     explain.add_argument("--hash", action="store_true",
                          help="hashes of each kernel's graph and schedule, and of the step; of a bundle "
@@ -49,9 +53,15 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     matmul.add_argument("--out", metavar="TYPE",
                         help=f"of the result: {', '.join(RESULTS)} (default: as the operands; bf16 for fp8, "
                         "s32 for bytes)")
-    matmul.add_argument("--arch", choices=(*ARCHITECTURES, CPU),
+    program = explain.add_argument_group("one kernel of a file")
+    program.add_argument("--program", metavar="FILE.py:KERNEL",
+                         help="explain this kernel with @kernel: its passes, or --pass one of them")
+    program.add_argument("--set", action="append", dest="given", metavar="NAME=VALUE",
+                         help="the size of a dimension of it, or the value of an argument (repeated)")
+    target = explain.add_argument_group("the target of --gemm and --program")
+    target.add_argument("--arch", choices=(*ARCHITECTURES, CPU),
                         help="the GPU's architecture (default sm_90a), or cpu")
-    matmul.add_argument("--sm-count", type=int, metavar="N",
+    target.add_argument("--sm-count", type=int, metavar="N",
                         help="multiprocessors of the GPU (default: those of H100, A100 or L40S)")
     explain.set_defaults(run=lambda arguments: run(arguments, find))
 
@@ -66,24 +76,38 @@ def _extents(text: str) -> tuple[int, ...]:
 def run(arguments: argparse.Namespace, find: Find) -> int:
     """Prints the explanation."""
     _check(arguments)
-    for name, value in OF_MATMULS.items():
+    for name, value in {**OF_MATMULS, **OF_TARGETS}.items():
         if getattr(arguments, name) is None: setattr(arguments, name, value)
-    print(_gemm(arguments) if arguments.gemm else _model(arguments, find))
+    print(_gemm(arguments) if arguments.gemm else _program(arguments) if arguments.program
+          else _model(arguments, find))
     return 0
 
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raises `RequestError` for an option without effect."""
-    if arguments.gemm and arguments.model is not None:
-        raise RequestError(f"a model ({arguments.model}) and --gemm", "one of them", "leave one out")
-    if (words := _list_given(arguments, OF_MODELS)) and arguments.gemm:
-        raise RequestError(f"{words} with --gemm", "options of one matmul", "leave it out")
-    if (words := _list_given(arguments, OF_MATMULS)) and not arguments.gemm:
+    one = "--gemm" if arguments.gemm else "--program" if arguments.program else ""
+    if arguments.gemm and arguments.program:
+        raise RequestError("--gemm and --program", "one of them", "leave one out")
+    if one and arguments.model is not None:
+        raise RequestError(f"a model ({arguments.model}) and {one}", "one of them", "leave one out")
+    if one and (words := _list_given(arguments, OF_MODELS)):
+        kind = "matmul" if arguments.gemm else "kernel"
+        raise RequestError(f"{words} with {one}", f"options of one {kind}", "leave it out")
+    of_others = OF_MATMULS if one == "--program" else () if one else (*OF_MATMULS, *OF_TARGETS)
+    if words := _list_given(arguments, of_others):
         raise RequestError(f"{words} without --gemm", "one matmul", "add --gemm 4096x4096x4096")
-    if arguments.hash and (arguments.gemm or arguments.level is not None):
+    if arguments.given and not arguments.program:
+        raise RequestError("--set without --program", "a kernel of a file", "add --program FILE.py:KERNEL")
+    if arguments.level is not None and (arguments.of_pass or arguments.program):
+        raise RequestError("--level with " + ("--pass" if arguments.of_pass else "--program"),
+                           "--pass of a program, or --level of others", "leave one out")
+    if arguments.of_pass and arguments.gemm:
+        raise RequestError("--pass with --gemm", "a program of the tile language",
+                           f"--level {'|'.join(LEVELS)}")
+    if arguments.hash and (one or arguments.level is not None or arguments.of_pass):
         raise RequestError("--hash with --gemm or --level", "--hash of a model", "leave one out")
-    if arguments.kernel is not None and arguments.level is None:
-        raise RequestError("--kernel without --level", f"--level {'|'.join(LEVELS)}",
+    if arguments.kernel is not None and arguments.level is None and not arguments.of_pass:
+        raise RequestError("--kernel without --level", f"--level {'|'.join(LEVELS)}, or --pass",
                            "choose a level to show")
 
 
@@ -134,6 +158,17 @@ def _on_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> str:
     return levels_cpu.legible(text) if arguments.level == "c" else text
 
 
+def _program(arguments: argparse.Namespace) -> str:
+    from tinygrad_nv.cli.shapes import parse_setting
+    from tinygrad_nv.explain.annotated import make_arguments, read_kernel
+    from tinygrad_nv.language.passes import check, list_passes, show_passes
+    if arguments.of_pass: check(arguments.of_pass, (CPU if arguments.arch == CPU else "gpu",))
+    kernel = read_kernel(arguments.program)
+    given = make_arguments(kernel, dict(map(parse_setting, arguments.given or [])))
+    build = kernel.build_for(arguments.arch, arguments.sm_count, **given)
+    return show_passes(build, arguments.of_pass) if arguments.of_pass else list_passes(build)
+
+
 def _model(arguments: argparse.Namespace, find: Find) -> str:
     from tinygrad_nv.bundle.container import is_bundle
     if is_bundle(path := find(arguments.model, arguments.download)): return _bundle(path, arguments)
@@ -144,6 +179,9 @@ def _model(arguments: argparse.Namespace, find: Find) -> str:
     from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
     from tinygrad_nv.explain.hashes import hash_table
     from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
+    if arguments.of_pass:
+        from tinygrad_nv.language.passes import check
+        check(arguments.of_pass)
     llm = console.load(path, arguments)
     taken = 1 if arguments.prefill is None else arguments.prefill
     if not 1 <= taken <= llm.length:
@@ -157,6 +195,7 @@ def _model(arguments: argparse.Namespace, find: Find) -> str:
     lowering = explain(llm.model.step_paged(make_input(group.num_tokens), batch, llm.runner.store.cache,
                                             wanted))
     if arguments.hash: return hash_table(lowering.kernels)
+    if arguments.of_pass: return lowering.passes(arguments.of_pass, arguments.kernel)
     return str(lowering) if arguments.level is None else lowering.show(arguments.level, arguments.kernel)
 
 

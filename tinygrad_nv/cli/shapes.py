@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     from tinygrad_nv.shapes.inference import infer
     from tinygrad_nv.shapes.signature import inner, signature
     from tinygrad_nv.shapes.sources import functions, load
-    given = dict(map(_parse_setting, arguments.given))
+    given = dict(map(parse_setting, arguments.given))
     module = load(arguments.file)
     found = functions(module, arguments.function)
     if not found: raise ShapeError(f"{arguments.file} has no function with dimensions in its annotations",
@@ -50,7 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if any(each.mismatches for each in reports) else 0
 
 
-def _parse_setting(text: str) -> tuple[str, Any]:
+def parse_setting(text: str) -> tuple[str, Any]:
+    """A name and a value, by Python's rules or as a text. Raises `ShapeError`."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise ShapeError(f"--set {text}", "NAME=VALUE, such as D=64")

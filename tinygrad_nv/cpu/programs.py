@@ -41,15 +41,15 @@ def _template(program: TileProgram) -> Template[Any, Any, CPU]:
         own = [blocks.columns for blocks, _ in program.cut(spec, target)]
         if program.fixed and s.columns not in own: found.append(f"{s.columns} columns, not {own[0]}")
         found += [each for root in program.expressions(spec) for each in expression.problems(root)]
-        from tinygrad_nv.cpu.language import statements
+        from tinygrad_nv.cpu.language import kernel
         return found or [each for _, one in program.launches(spec, s.blocks)
-                         for each in statements.problems(one, s.isa)]
+                         for each in kernel.problems(one, s.isa)]
 
     def build(spec: Any, s: CPUProgramSchedule, target: CPU, integers: tuple[Integer, ...] = ()) -> Any:
-        from tinygrad_nv.cpu.language import statements
+        from tinygrad_nv.cpu.language import kernel
         assert not integers, "programs take the rows alone"
-        return program.build(spec, s.blocks, lambda _, one: statements.build(one, s.isa, parts=s.parts,
-                                                                          by_columns=True))
+        return program.build(spec, s.blocks, lambda _, one: kernel.build(one, s.isa, parts=s.parts,
+                                                                         by_columns=True))
 
     def candidates(spec: Any, target: CPU) -> Sequence[CPUProgramSchedule]:
         made = []

@@ -2,9 +2,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 from tinygrad_nv.cpu.gemm.schedules import CPUGemmSchedule
 from tinygrad_nv.cpu.target import CPU
@@ -15,6 +16,8 @@ from tinygrad_nv.tile import order
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.launch import LaunchConfig
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.template import GPU
 
 if TYPE_CHECKING:
     from tinygrad_nv.explain.levels import ScheduledGemm
@@ -91,6 +94,29 @@ class KernelRecord:
                            "run with DEV=EMU")
 
 
+    @property
+    def build(self) -> Callable[[], Any] | None:
+        """How the kernel is built, if it is a program of the tile language; None of others."""
+        from tinygrad_nv.language import building
+        from tinygrad_nv.tile.programs import Blocks
+        if isinstance(self.schedule, Blocks):
+            from tinygrad_nv.tile.templates import TABLE
+            target = self.cpu or GPU(self.arch, self.sm_count, self.clusters)
+            return partial(TABLE.build, self.spec, cast(Schedule, self.schedule), target)
+        found = building.find(self.source) if self.source else None
+        return None if found is None else partial(building.make, *found)
+
+    def passes(self, name: str = "all") -> str:
+        """Returns what each pass makes of the kernel's program, or one of them. Raises `RequestError` where
+        it is none, and for a pass that there is not."""
+        from tinygrad_nv.language.passes import show_passes
+        if (build := self.build) is None:
+            raise RequestError(f"the passes of {self.name}, which is no program of the tile language",
+                               "one of a template that is a program, or of a kernel with @kernel",
+                               "look at a level of it: tile, ptx or c")
+        return show_passes(build, name)
+
+
 @dataclass(frozen=True)
 class Lowering:
     """All kernels that some tensors will run, in order. `notes` are near misses that fit none of them."""
@@ -140,11 +166,24 @@ class Lowering:
         found = self._select(kernel)
         sections = []
         for number, record, times in found:
-            often = f", {times} times" if times > 1 else ""
-            head = f"// kernel {number} of {len(self.distinct)}: {record.name} on {record.device}{often}"
             text = record.show(level).rstrip()
-            sections.append(f"{head}\n{legible(text) if level == 'c' else text}")
+            sections.append(f"{self._head(number, record, times)}\n"
+                            f"{legible(text) if level == 'c' else text}")
         return "\n\n".join(sections) or "no kernel of ours"
+
+    def passes(self, name: str = "all", kernel: str | int | None = None) -> str:
+        """Returns what each pass makes of each distinct kernel that is a program of the tile language, or one
+        of them. `kernel` selects as of `show`. Raises `RequestError` for a pass or kernel there is not."""
+        from tinygrad_nv.language.passes import check
+        check(name)
+        found = self._select(kernel)
+        if kernel is None: found = [each for each in found if each[1].build is not None]
+        return "\n\n".join(f"{self._head(number, record, times)}\n{record.passes(name)}"
+                           for number, record, times in found) or "no kernel that is a program"
+
+    def _head(self, number: int, record: KernelRecord, times: int) -> str:
+        often = f", {times} times" if times > 1 else ""
+        return f"// kernel {number} of {len(self.distinct)}: {record.name} on {record.device}{often}"
 
     def _select(self, kernel: str | int | None) -> list[tuple[int, KernelRecord, int]]:
         every = [(i, record, times) for i, (record, times) in enumerate(self.distinct, 1)]

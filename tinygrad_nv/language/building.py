@@ -10,21 +10,28 @@ from tinygrad_nv.tile.language.ir import Program
 from tinygrad_nv.tile.language.schedule import TileSchedule
 
 MOST = 1024   # kernels that are kept
-_built: dict[Any, Any] = {}
+_built: dict[Any, tuple[Any, tuple[Program, TileSchedule, Target]]] = {}     # and of what
 
 
 def build(program: Program, schedule: TileSchedule, target: Target) -> Any:
     """The kernel of a program. Raises `ScheduleError` for a schedule that cannot be, with the arithmetic."""
     key = program.key, schedule, target if isinstance(target, CPU) else (target.arch, target.sm_count)
-    if (made := _built.get(key)) is None:
+    if (found := _built.get(key)) is None:
         if len(_built) >= MOST: _built.pop(next(iter(_built)))
-        made = _built[key] = _make(program, schedule, target)
-    return made
+        found = _built[key] = make(program, schedule, target), (program, schedule, target)
+    return found[0]
 
 
-def _make(program: Program, schedule: TileSchedule, target: Target) -> Any:
+def find(text: str) -> tuple[Program, TileSchedule, Target] | None:
+    """Returns what the kernel of a text was built of; None where none was."""
+    return next((given for made, given in _built.values() if any(each.text == text for each in made.kernels)),
+                None)
+
+
+def make(program: Program, schedule: TileSchedule, target: Target) -> Any:
+    """Builds a kernel of a program. Raises `ScheduleError`."""
     if isinstance(target, CPU):
-        from tinygrad_nv.cpu.language.statements import build as for_cpu
+        from tinygrad_nv.cpu.language.kernel import build as for_cpu
         return for_cpu(program, target.isa, target.threads)
     from tinygrad_nv.tile.language.gpu import build as for_gpu
     from tinygrad_nv.tile.language.gpu import problems

@@ -14,10 +14,13 @@ import numpy as np
 from tinygrad import Tensor
 from tinygrad.dtype import DType, dtypes
 
+from tinygrad_nv.cpu.target import host
 from tinygrad_nv.errors import ConfigError, KernelError, ScheduleError
 from tinygrad_nv.language.building import build
+from tinygrad_nv.patterns.target import Target
 from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.ptx.timing import gpu as figures
+from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.language.ir import Program
 from tinygrad_nv.tile.language.schedule import TileSchedule
 from tinygrad_nv.tile.template import GPU
@@ -88,6 +91,14 @@ def predict_us(program: Program, schedule: TileSchedule, name: str) -> float:
                             "these programs", "pip install 'tinygrad-nv[emulator]'")
     try: return ModelledClock(name).seconds(build(program, schedule, target), program) * 1e6
     except KernelError as error: raise ScheduleError(f"no time of {program.name}: {error}") from error
+
+
+def find_target(arch: str, sm_count: int = 0) -> Target:
+    """A GPU of an architecture, or this CPU. Raises `ConfigError` for another."""
+    if arch == "cpu": return host()
+    if arch not in ARCHS: raise ConfigError(f"arch={arch!r}", f"cpu, or one of {', '.join(ARCHS)}")
+    found = gpu_model_for(arch, sm_count)
+    return GPU(arch, found.sm_count)
 
 
 def explain_levels(program: Program, schedule: TileSchedule, text: str, device: str, full: bool) -> str:

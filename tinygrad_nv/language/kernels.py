@@ -31,7 +31,7 @@ from tinygrad.uop.ops import Ops, UOp
 from tinygrad_nv import config
 from tinygrad_nv.errors import EffectError, LanguageError, NumericsError, ScheduleError, ShapeError
 from tinygrad_nv.language.arguments import Bound, bind_arguments, place_together
-from tinygrad_nv.language.building import build
+from tinygrad_nv.language.building import build, make
 from tinygrad_nv.language.captured import capture_values, exact
 from tinygrad_nv.language.checking import gradients_of, grid_of, label
 from tinygrad_nv.language.effects import check_effects
@@ -42,7 +42,6 @@ from tinygrad_nv.shapes.signature import Signature, signature
 from tinygrad_nv.tile import order
 from tinygrad_nv.tile.language.ir import STORES, Program
 from tinygrad_nv.tile.language.program import RESULT, trace_program
-from tinygrad_nv.tile.language.promises import without
 from tinygrad_nv.tile.language.schedule import TileSchedule
 
 VJP = Callable[..., Any]
@@ -101,7 +100,6 @@ class Kernel:
         self.chosen = schedule or TileSchedule()
         self.vjp: VJP | None = None
         self._programs: dict[Any, Program] = {}
-        self._promised: dict[str, Program] = {}     # with NV_DEBUG=1, by the key of the one that is built
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call, given, outputs = self._prepare(args, kwargs)
@@ -121,7 +119,7 @@ class Kernel:
     def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, list[Tensor], int]:
         """The call, the tensors that it takes, and how many it gives."""
         given, made, schedule = self._trace(args, kwargs)
-        if made.key in self._promised and not jit.capturing: self._keep_promises(made, given)
+        if made.promised is not None and not jit.capturing: self._keep_promises(made.promised, given)
         outputs = [each for each in made.tensors if each.output]
         first = next(iter(given.tensors.values()))
         initial = {each.name: contents for each in outputs
@@ -137,10 +135,10 @@ class Kernel:
                     frozenset(given.donated), self.label)
         return call, [*inputs, *initial.values()], len(outputs)
 
-    def _keep_promises(self, made: Program, given: Bound) -> None:
+    def _keep_promises(self, promised: Program, given: Bound) -> None:
         """Raises `NumericsError` where a tile is not what `verify.numerics` says."""
         from tinygrad_nv.language.interpreted import interpret
-        if config.get("NV_DEBUG"): interpret(self._promised[made.key], given.tensors)
+        if config.get("NV_DEBUG"): interpret(promised, given.tensors)
 
     def _trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Bound, Program,
                                                                                  TileSchedule]:
@@ -174,9 +172,8 @@ class Kernel:
                config.get("NV_DEBUG"))
         if (made := self._programs.get(key)) is None:
             if len(self._programs) >= KEPT: self._programs.pop(next(iter(self._programs)))
-            whole = trace_program(self.fn, given.arguments, given.parameters, schedule, self._grid(given),
-                            given.result)
-            if (made := without(whole)) is not whole: self._promised[made.key] = whole
+            made = trace_program(self.fn, given.arguments, given.parameters, schedule, self._grid(given),
+                                 given.result)
             if not any(op.name in STORES for op in made.body.walk()):
                 raise LanguageError(f"kernel {self.label} stores nothing",
                                     "a returned tile, or stores to outputs annotated as OTile",
@@ -197,7 +194,7 @@ class Kernel:
         """The text that a call compiles: PTX, or C."""
         call, given, _ = self._prepare(args, kwargs)
         target = target_of(given[0].device)
-        if target is None: raise _no_target(call, given[0].device)
+        if target is None: raise _no_target(call.label, given[0].device)
         return "\n".join(each.text for each in build(call.program, call.schedule, target).kernels)
 
     def interpret(self, *args: Any, **kwargs: Any) -> Any:
@@ -212,6 +209,21 @@ class Kernel:
         given, made, schedule = self._trace(args, kwargs)
         device = next(iter(given.tensors.values())).device
         return explain_levels(made, schedule, self.source(*args, **kwargs), str(device), full)
+
+    def passes(self, *args: Any, only: str = "all", arch: str = "", **kwargs: Any) -> str:
+        """Returns what each pass makes of a call, or `only` one of them: on the Tensors' device, on a GPU of
+        an `arch`, or on this "cpu"."""
+        from tinygrad_nv.language.passes import show_passes
+        return show_passes(self.build_for(arch, 0, *args, **kwargs), only)
+
+    def build_for(self, arch: str, sm_count: int, *args: Any, **kwargs: Any) -> Callable[[], Any]:
+        """The build of a call's kernel, for a target as `passes` has it. Raises `ConfigError`."""
+        from tinygrad_nv.language.inspection import find_target
+        given, made, schedule = self._trace(args, kwargs)
+        device = next(iter(given.tensors.values())).device
+        target = find_target(arch, sm_count) if arch else target_of(device)
+        if target is None: raise _no_target(self.label, device)
+        return functools.partial(make, made, schedule, target)
 
     def check(self, *args: Any, arch: str = "sm_90a", emulator_seed: int = 0, **kwargs: Any) -> Any:
         """Runs a call's PTX on the emulator: findings (races, bank conflicts and the like), counters,
@@ -315,7 +327,7 @@ def _lower(call: Call, target: Target, *given: UOp) -> tuple[UOp, ...]:
 
 def body(call: Call, *given: Tensor) -> tuple[Tensor, ...]:
     """The same at tensor level, where it is not rewritten: while tinygrad_nv is disabled."""
-    if (target := target_of(given[0].device)) is None: raise _no_target(call, given[0].device)
+    if (target := target_of(given[0].device)) is None: raise _no_target(call.label, given[0].device)
 
     def contents(_: str, value: UOp) -> UOp: return value.alu(Ops.MUL, value.const_like(1)).contiguous()
     return tuple(map(Tensor, _call_kernels(call, target, [each.uop for each in given], contents)))
@@ -336,9 +348,8 @@ def _call_kernels(call: Call, target: Target, given: Sequence[UOp],
     return program.call(kernels, given[0].device, where, given[:count], note=note)
 
 
-def _no_target(call: Call, device: Any) -> LanguageError:
-    return LanguageError(f"kernel {call.label} on {device}",
-                         "a device with kernels of ours: CPU, EMU or CUDA",
+def _no_target(label: str, device: Any) -> LanguageError:
+    return LanguageError(f"kernel {label} on {device}", "a device with kernels of ours: CPU, EMU or CUDA",
                          "move the tensors: x.to('CPU')")
 
 

@@ -49,6 +49,8 @@ def rotate_heads(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int,
     these cosines and sines, (T, half) or (B, T, half), of which no gradients are made. Computed in float32
     and rounded once. float32, bfloat16 or float16. Raises `SpecError`."""
     _check(qkv, cos, sin, heads, kv_heads)
+    # angles of tinygrad's constants alone are on no device
+    cos, sin = (each if each.device is not None else each.clone(device=qkv.device) for each in (cos, sin))
     q, k, v = call(RotatedHeads(heads, kv_heads), rotate, qkv, cos, sin, grad=_gradient)
     return q, k.squeeze(0), v.squeeze(0).squeeze(0)
 

@@ -141,14 +141,19 @@ def trace_spec(program: TileProgram, spec: Any, blocks: Blocks) -> Program:
     given: dict[str, Any] = {each.name: TensorRef(each) for each in tensors if each.output or not roots}
     views = {load: _view(load, number, spec, batch) for number, load in enumerate(reads)}
     if roots: given["loads"] = {load: TensorRef(view) for load, view in views.items()}
-    assert isinstance(program.function, FunctionType)
-    made = trace_program(program.function, {**given, "spec": spec, "blocks": blocks}, tensors, TileSchedule(),
-                         program.grid(spec, blocks), None, tuple(views.values()))
-    name = program.entry(spec) if program.entry else program.name
-    written = {op.attributes["tensor"] for op in made.body.walk() if op.name in STORES}
-    tensors = [replace(each, output=each.name in written) for each in made.tensors]
-    return replace(made, name=name, tensors=tuple(tensors), rows=blocks.rows if rows else 0,
-                   cluster=blocks.cluster)
+    function = program.function
+    assert isinstance(function, FunctionType)
+    launch = {"name": program.entry(spec) if program.entry else program.name,
+              "rows": blocks.rows if rows else 0, "cluster": blocks.cluster}
+
+    def trace() -> Program:
+        made = trace_program(function, {**given, "spec": spec, "blocks": blocks}, tensors,
+                             TileSchedule(), program.grid(spec, blocks), None, tuple(views.values()),
+                             **launch)
+        written = {op.attributes["tensor"] for op in made.body.walk() if op.name in STORES}
+        own = tuple(replace(each, output=each.name in written) for each in made.tensors)
+        return replace(made, tensors=own, retrace=trace)
+    return trace()
 
 
 def _tensor(argument: Argument, viewed: bool, symbolic: int | None) -> TensorParameter:

@@ -17,7 +17,7 @@ from tinygrad.dtype import DType
 
 from tests.support.numerics import replay_case
 from tinygrad_nv import layer
-from tinygrad_nv.cpu.language import statements
+from tinygrad_nv.cpu.language import kernel as programs_in_c
 from tinygrad_nv.errors import NumericsError, ReplayError
 from tinygrad_nv.numerics.policy import deterministic
 from tinygrad_nv.numerics.replay import record, replay
@@ -242,13 +242,13 @@ def test_a_kernel_that_changed_is_named(log: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_kernel_with_another_source_and_other_bits(log: Path, monkeypatch: pytest.MonkeyPatch):
     record(log, replay_case.step, rows(3, 64))
-    build = statements.build
+    build = programs_in_c.build
     monkeypatch.setenv("NV_PROGRAM_CACHE", "0")
 
     def broken(*words: Any, **more: Any) -> Any:
         made = build(*words, **more)
         return replace(made, source=made.source.replace("= exp2_(", "= 0.001f + exp2_("))
-    monkeypatch.setattr(statements, "build", broken)
+    monkeypatch.setattr(programs_in_c, "build", broken)
     from tinygrad_nv.hooks.rewrites import configured_cache
     from tinygrad_nv.patterns.target import Chosen
     Chosen.build.cache_clear()

@@ -5,5 +5,7 @@
   columns.py     columns that are computed together: elements in turn, what is left out
   dot.py         products of tiles, by the blocked GEMM's packing and loop
   loops.py       loops and branches
-  statements.py  all other operations, and the kernel
+  grouping.py    stores that are one loop
+  statements.py  all other operations
+  kernel.py      the passes, and the kernel; show.py: what they print
 """

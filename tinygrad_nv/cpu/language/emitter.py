@@ -22,7 +22,7 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.cpu.expression import cast_text, constant_text
 from tinygrad_nv.cpu.isa import ISA
-from tinygrad_nv.cpu.language.grouping import is_in_place, keeps_columns
+from tinygrad_nv.cpu.language.grouping import Groups, is_in_place, keeps_columns
 from tinygrad_nv.cpu.language.views import View, array, vector
 from tinygrad_nv.tile.expression import Constant, short
 from tinygrad_nv.tile.language.bounds import Facts
@@ -39,7 +39,7 @@ CHEAP_NODES = 6      # of an element operation that is computed at each of its u
 class Emitter:
     """Writes the C of a program. `functions` are those that the text calls."""
 
-    def __init__(self, program: Program, isa: ISA) -> None:
+    def __init__(self, program: Program, isa: ISA, ranges: Ranges, grouped: Groups) -> None:
         self.program, self.isa, self.lanes = program, isa, isa.lanes
         self.lines: list[str] = []
         self.functions: list[str] = []
@@ -54,12 +54,13 @@ class Emitter:
         self.dots = any(op.name == "dot" for op in program.body.walk())
         self.written = {op.attributes["tensor"] for op in program.body.walk() if op.name in STORES}
         self.region_now = program.body
-        self.facts, self.ranges, self.users = Facts(program), Ranges(program), uses(program.body)
+        self.facts, self.ranges, self.users = Facts(program), ranges, uses(program.body)
         self.flags: dict[Op, str] = {}
         self.first: dict[Op, list[Value]] = {}   # values that the loop that ends with a store reads first
-        self.groups: dict[Op, list[Op]] = {}     # stores that are one loop, of the region that is written
+        self.grouped, self.groups = grouped, grouped[program.body]  # of the region that is written
         self.loop_now: Op | None = None           # the innermost loop, and what it carries that is one loop
         self.together: list[Value] = []
+        self.places: dict[Value, Form] = {}       # of values, when their region has been written
         self._count(program.body)
 
     def _count(self, region: Region) -> None:

@@ -1,22 +1,30 @@
 """Stores of blocks that are one loop.
 
-Protocol: `group_stores(region, ranges, written)` has, of each store of a block in a region, the stores whose
-loop it shares, itself among them. They have one shape, nothing lies between them but what is computed where
-it is used, and no two of them write the same element. `written` are the tensors that the program writes.
+Protocol: `group_stores(program, ranges)` has, of each region and of each store of a block there, the stores
+whose loop it shares, itself among them. They have one shape, nothing lies between them but what is computed
+where it is used, and no two of them write the same element.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
-from tinygrad_nv.tile.language.ir import Op, Region
+from tinygrad_nv.tile.language.ir import STORES, Op, Program, Region
 from tinygrad_nv.tile.language.ranges import Ranges
 
+Groups = Mapping[Region, Mapping[Op, list[Op]]]
 LAZY = {"apply", "cast", "bitcast", "broadcast", "load_block", "load", "iota", "reshape", "interleave",
         "where_needed"}
 
 
-def group_stores(region: Region, ranges: Ranges, written: Set[str]) -> dict[Op, list[Op]]:
-    """The group of each store of a block."""
+def group_stores(program: Program, ranges: Ranges) -> Groups:
+    """The group of each store of a block, by regions."""
+    ops = list(program.body.walk())
+    written = {op.attributes["tensor"] for op in ops if op.name in STORES}
+    return {region: _group(region, ranges, written)
+            for region in (program.body, *(inner for op in ops for inner in op.regions))}
+
+
+def _group(region: Region, ranges: Ranges, written: Set[str]) -> dict[Op, list[Op]]:
     made, now = dict[Op, list[Op]](), list[Op]()
     for op in region.ops:
         if op.name == "store_block":

@@ -14,7 +14,7 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.cpu.kernel import c_type
 from tinygrad_nv.cpu.language.dot import DotEmitter
 from tinygrad_nv.cpu.language.emitter import c_name
-from tinygrad_nv.cpu.language.grouping import LAZY, group_stores
+from tinygrad_nv.cpu.language.grouping import LAZY
 from tinygrad_nv.cpu.language.views import View, vector
 from tinygrad_nv.tile.language.ir import Op, Region, Value, select_numbers
 
@@ -27,10 +27,12 @@ class LoopEmitter(DotEmitter):
     def region(self, region: Region) -> None:
         """All operations of a region."""
         before = self.region_now, self.groups
-        self.region_now, self.groups = region, group_stores(region, self.ranges, self.written)
+        self.region_now, self.groups = region, self.grouped[region]
         for op in region.ops:
             if op.name in LAZY: self.place(op)
             else: getattr(self, f"do_{op.name}")(op)
+        made = (*region.arguments, *(each for op in region.ops for each in op.results))
+        self.places.update((each, self.forms[each]) for each in made)
         self.region_now, self.groups = before
 
     def do_for(self, op: Op) -> None:

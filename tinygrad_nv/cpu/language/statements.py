@@ -1,31 +1,24 @@
 """The operations of a program that are statements in C: along an axis, and stores.
 
-Protocol: `Statements(program, isa).run()` emits the whole body; each operation of the IR has a method.
+Protocol: `Statements(program, isa, …).run()` emits the whole body; each operation of the IR has a method.
 Reductions of a row keep a vector of partial results, whose lanes are combined at the end in one order.
-
-In the kernel (`build`) the C function `body` computes one program of the grid; the kernel calls it for its
-part of them. Parameters are the program's tensors in their order.
 """
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.cpu.expression import constant_text
-from tinygrad_nv.cpu.isa import ISA
-from tinygrad_nv.cpu.kernel import C_TYPES, CPUKernel, c_type, header, kernel
-from tinygrad_nv.cpu.language.emitter import COUNT, c_name
+from tinygrad_nv.cpu.kernel import C_TYPES, c_type
+from tinygrad_nv.cpu.language.emitter import c_name
 from tinygrad_nv.cpu.language.grouping import keeps_columns
 from tinygrad_nv.cpu.language.loops import LoopEmitter
 from tinygrad_nv.cpu.language.views import View, vector
-from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile.expression import Constant, short
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
-from tinygrad_nv.tile.language.ir import Op, Program, TileType, Value
+from tinygrad_nv.tile.language.ir import Op, TileType, Value
 from tinygrad_nv.tile.operations import LANGUAGE_OPERATIONS
 
 LEAST = {dtypes.int32: -2**31, dtypes.int16: -2**15, dtypes.int8: -2**7, dtypes.uint32: 0, dtypes.uint16: 0,
@@ -363,53 +356,3 @@ NOINLINE void sort_{kind}{'_down' * down}({element} *p, s64 n, s64 stride) {{
 
 
 def _with_shape(value: Value, shape: tuple[int, ...]) -> TileType: return TileType(value.dtype, shape)
-
-
-PLACES = ("int pid0", "int pid1", "int pid2")
-STACK_BYTES = 4 << 20    # what a program may keep on a thread's stack, of 8 MB
-PARTS = 4                # for each thread, so that one that is held up does less
-
-
-@functools.lru_cache(64)
-def _emit(program: Program, isa: ISA) -> tuple[str, tuple[str, ...], int]:
-    """The body of a program, the functions that it calls, and its bytes on a thread's stack."""
-    emitter = Statements(program, isa)
-    return emitter.run(), tuple(emitter.functions), emitter.stack_bytes
-
-
-def problems(program: Program, isa: ISA) -> list[str]:
-    """Why a program cannot be a kernel, in words; empty when it can."""
-    nbytes = _emit(program, isa)[2]
-    return [f"tiles of {nbytes} bytes, at most {STACK_BYTES} on a thread's stack"] * (nbytes > STACK_BYTES)
-
-
-def build(program: Program, isa: ISA, threads: int = 1, parts: int = 0,
-          by_columns: bool = False) -> CPUKernel:
-    """The kernel, called in `parts`; 0: as many as so many threads can share. Programs that follow each other
-    are neighbours along x, or along y with `by_columns`. Raises `ScheduleError` for a program whose tiles do
-    not fit on a stack."""
-    text, functions, nbytes = _emit(program, isa)
-    if nbytes > STACK_BYTES:
-        raise ScheduleError(f"the tiles of {program.name} take {nbytes} bytes",
-                            f"at most {STACK_BYTES}, on a thread's stack",
-                            "smaller blocks: kernel.schedule(block=…)")
-    _, y, z = program.grid
-    x: int | str = f"(({COUNT} + {program.rows - 1}) / {program.rows})" if program.rows else program.grid[0]
-    total = math.prod(program.grid)
-    places = (f"t / {y} % {x}", f"t % {y}") if by_columns else (f"t % {x}", f"t / {x} % {y}")
-    parts = parts or (max(1, min(total, threads * PARTS)) if threads > 1 else 1)
-    pointers = [f"{'' if each.output else 'const '}{c_type(each.dtype)} *p_{c_name(each.name)}"
-                for each in (*program.tensors, *program.views)]
-    given = [f"p_{c_name(each.of or each.name)}" + f" + {each.offset}" * bool(each.offset)
-             for each in (*program.tensors, *program.views)]
-    integers = [COUNT] * bool(program.rows)
-    parameters = ", ".join([*pointers, *(f"int {each}" for each in integers), *PLACES])
-    before = [header("gemm.h"), header("language/language.h"), *functions,
-              f"NOINLINE void body({parameters}) {{\n{text}\n}}"]
-    loop = (f"  const s64 total = (s64){x} * {y * z};\n"
-            f"  for (s64 t = total * core_id / {parts}; t < total * (core_id + 1) / {parts}; t++)\n"
-            f"    body({', '.join([*given, *integers, *places, f't / ((s64){x} * {y})'])});")
-    outputs = [(c_type(each.dtype), f"p_{c_name(each.name)}") for each in program.tensors if each.output]
-    inputs = [(c_type(each.dtype), f"p_{c_name(each.name)}") for each in program.tensors if not each.output]
-    return kernel(f"tile_{program.name}", isa, loop, outputs, inputs, integers, parts,
-                  before="\n".join(before))

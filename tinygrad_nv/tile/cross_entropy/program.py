@@ -7,8 +7,8 @@
         of the row: m and s of its lanes, then of its programs, each s rescaled to the largest m
         the loss; then for each block the gradient, over its logits or beside them
 
-The second pass reads a row from L2 where it is still there. The logarithm of a sum is a series where it is near
-1, where lg2.approx loses digits.
+The second pass reads a row from L2 where it is still there. The logarithm of a sum near 1 is a series, as
+lg2.approx loses digits there.
 """
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ the Tile IR (ir.py), which the targets make kernels of: gpu/ as PTX, cpu/languag
                   gives it one end
   roles.py        which part of a kernel brings tiles, and which computes with them
   context.py      the program's place in the result; schedule.py: sizes of blocks
-  program.py      a function and its arguments become a program
+  passes.py       the steps to a kernel, by name, and what each has made
+  program.py      a function and its arguments become a program: the passes of the frontend
   masks.py        loops end where a mask leaves nothing; unmasked.py: the proof
   promises.py     ranges of tiles that are looked at while a kernel is debugged
   interpret.py    runs a program in NumPy: what every target is held to

@@ -49,7 +49,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -190,7 +190,8 @@ class Program:
     pointers; `views` are of their memory, and read alone; of `choices` a `select` says whose. `grid` is how
     many programs there are along x, y, z. Where `rows` is not 0, the kernel's last integer is a number of
     rows, and x is one for so many of them. `cluster`: neighbours along z that may ask each other
-    (`across`), on sm_90a."""
+    (`across`), on sm_90a. `promised`: the same with its promises, where it has some. `retrace` makes it of
+    its function once more."""
     name: str
     tensors: tuple[TensorParameter, ...]
     grid: tuple[int, int, int]
@@ -199,6 +200,8 @@ class Program:
     rows: int = 0
     cluster: int = 1
     choices: tuple[TensorParameter, ...] = ()
+    promised: Program | None = None
+    retrace: Callable[[], Program] | None = None
 
     def tensor(self, name: str) -> TensorParameter:
         """The tensor, the view or the choice of a name."""
@@ -226,6 +229,13 @@ class Program:
     def key(self) -> str:
         """The same for the same program, wherever it was written."""
         return hashlib.sha256(str(self).encode()).hexdigest()
+
+
+def name_values(program: Program) -> dict[Value, str]:
+    """The names that values have in a program's text."""
+    printer = _Printer()
+    printer.program(program)
+    return printer.names
 
 
 class _Printer:

@@ -1,13 +1,15 @@
 """A user's function and its arguments, written as a program of the Tile IR.
 
-Protocol: `written(fn, arguments, schedule, …)` runs the rewritten function (source.py) once, with a
-`TensorRef` for each tensor, and gives the `Program`. A tile that the function returns is stored to the
-output `result`, at the program's block.
+Protocol: `trace_program(fn, arguments, …)` runs the passes of `FRONTEND`: the rewritten function (source.py)
+runs once, with a `TensorRef` for each tensor, and gives the `Program`. A tile that the function returns is
+stored to the output `result`, at the program's block.
 """
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
 
@@ -17,9 +19,11 @@ from tinygrad_nv.tile.language.context import Context
 from tinygrad_nv.tile.language.ir import Line, Program, TensorParameter
 from tinygrad_nv.tile.language.masks import clamp_masks
 from tinygrad_nv.tile.language.memory import Block, TensorRef, store
+from tinygrad_nv.tile.language.passes import Pass, run_passes
+from tinygrad_nv.tile.language.promises import without
 from tinygrad_nv.tile.language.roles import all_consumed
 from tinygrad_nv.tile.language.schedule import TileSchedule
-from tinygrad_nv.tile.language.source import returns_value, rewritten
+from tinygrad_nv.tile.language.source import returns_value, rewritten, show_rewritten
 from tinygrad_nv.tile.language.trace import Trace, current, explain_error, fail, writing
 from tinygrad_nv.tile.language.values import Tile, describe
 
@@ -29,41 +33,91 @@ NO_KERNELS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENE
 LIMITS = (2**31 - 1, 65535, 65535)
 
 
+@dataclass(eq=False)
+class Frontend:
+    """A function on its way to a program: what trace_program takes, and what the passes have made."""
+    fn: FunctionType
+    arguments: Mapping[str, Any]
+    tensors: Sequence[TensorParameter]
+    schedule: TileSchedule
+    grid: tuple[int, ...] | None
+    result: TensorParameter | None
+    views: Sequence[TensorParameter]
+    launch: Mapping[str, Any]
+    function: Callable[..., Any] = field(init=False)
+    program: Program = field(init=False)
+
+
 def trace_program(fn: FunctionType, arguments: Mapping[str, Any], tensors: Sequence[TensorParameter],
-            schedule: TileSchedule, grid: tuple[int, ...] | None,
-            result: TensorParameter | None, views: Sequence[TensorParameter] = ()) -> Program:
+                  schedule: TileSchedule, grid: tuple[int, ...] | None, result: TensorParameter | None,
+                  views: Sequence[TensorParameter] = (), **launch: Any) -> Program:
     """The program of a function. `arguments` by name, tensors as `TensorRef`s; `grid` None: programs follow
     the result, of a shape and a dtype; by default the shape is that of the first tensor where a tile is
     returned or there are no outputs, else that of the output with most axes. `views` of inputs are tensors
-    that the function may read, too. Raises `LanguageError`."""
-    assert not {each.of for each in views} & {each.name for each in tensors if each.output}, "views are read"
-    if not tensors: raise LanguageError(f"kernel {fn.__name__} without a tensor", "one tensor at least")
+    that the function may read, too. `launch`: name, rows and cluster of the program, where they are not the
+    default. Raises `LanguageError`."""
+    state = Frontend(fn, arguments, tensors, schedule, grid, result, views, launch)
+    run_passes(FRONTEND, state)
+    again = functools.partial(trace_program, fn, arguments, tensors, schedule, grid, result, views, **launch)
+    return replace(state.program, retrace=again)
+
+
+def _rewrite(state: Frontend) -> None:
+    fn = state.fn
+    if not state.tensors: raise LanguageError(f"kernel {fn.__name__} without a tensor", "one tensor at least")
     if fn.__code__.co_flags & NO_KERNELS:
         at = Line(fn.__code__.co_filename, fn.__code__.co_firstlineno)
         fail(f"kernel {fn.__name__} is a generator or coroutine",
              "a function that returns a tile or stores to outputs",
              "write it without yield, async and await", at)
+    state.function = rewritten(fn)
+
+
+def _trace(state: Frontend) -> None:
+    """Runs the function."""
+    fn, tensors, views, result = state.fn, state.tensors, state.views, state.result
+    assert not {each.of for each in views} & {each.name for each in tensors if each.output}, "views are read"
     outputs = [each for each in tensors if each.output]
     first = not outputs or returns_value(fn.__code__, fn.__code__.co_filename)
     like = tensors[0] if first else max(outputs, key=lambda each: len(each.shape))
     out = result or TensorParameter(RESULT, like.dtype, like.shape, output=True)
     trace = Trace([*tensors, *views, out], {fn.__code__.co_filename})
-    made = None if grid is not None else Context(TensorRef(tensors[0]), out.shape, schedule,
-                                                 supposed=result is None and first)
+    made = None if state.grid is not None else Context(TensorRef(tensors[0]), out.shape, state.schedule,
+                                                       supposed=result is None and first)
     trace.context = made
     with writing(trace):
         try:
-            returned = rewritten(fn)(**arguments)
+            returned = state.function(**state.arguments)
             all_consumed(trace)
             if returned is not None: out = _store_result(returned, out, made, declared=result is not None)
         except NVError: raise
         except Exception as error: raise explain_error(error, trace.files, fn.__name__) from error
         if made is not None: made.check()
-        counts = _grid(made.grid if made is not None else grid or (1,), fn)
+        counts = _grid(made.grid if made is not None else state.grid or (1,), fn)
     results = [*([out] if returned is not None else []), *outputs]
     inputs = [each for each in tensors if not each.output]
-    made_program = Program(fn.__name__, (*results, *inputs), counts, trace.body, tuple(views))
-    return clamp_masks(with_choices(made_program, trace.choices))
+    made_program = Program(**{"name": fn.__name__, **state.launch}, tensors=(*results, *inputs), grid=counts,
+                           body=trace.body, views=tuple(views))
+    state.program = with_choices(made_program, trace.choices)
+
+
+def _clamp_masks(state: Frontend) -> None: state.program = clamp_masks(replace(state.program))
+
+
+def _leave_promises(state: Frontend) -> None:
+    whole = state.program
+    if (made := without(whole)) is not whole: state.program = replace(made, promised=whole)
+
+
+FRONTEND = (
+    Pass("source", "Loops and branches of the function become calls.", _rewrite,
+         lambda state: show_rewritten(state.fn)),
+    Pass("trace", "The function runs once, and leaves the operations of the Tile IR, checked.", _trace,
+         lambda state: str(state.program)),
+    Pass("masks", "Loops end where a mask leaves nothing; blocks inside of a mask go without it.",
+         _clamp_masks, lambda state: str(state.program)),
+    Pass("promises", "Promises on tiles are left out; they are checked while a kernel is debugged.",
+         _leave_promises, lambda state: str(state.program)))
 
 
 def _store_result(returned: Any, out: TensorParameter, context: Context | None,

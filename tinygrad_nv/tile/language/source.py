@@ -32,6 +32,7 @@ from tinygrad_nv.tile.language.returns import single_exit
 from tinygrad_nv.tile.language.trace import current, fail, tracing
 
 HELP = "_tile_"            # the name of this module's functions in a rewritten one
+FUNCTION = f"{HELP}function"   # a rewritten one: a function that calls itself calls what its module has
 OURS = ("tinygrad_nv.tile.", "tinygrad_nv.language", "tinygrad.", "numpy", "builtins")
 LEAVES = {ast.Return: "return", ast.Break: "break", ast.Continue: "continue", ast.Yield: "yield",
           ast.YieldFrom: "yield from", ast.Delete: "del", ast.Await: "await"}
@@ -100,19 +101,23 @@ def is_library(module: str) -> bool:
     return module.startswith(OURS) or module.partition(".")[0] in sys.stdlib_module_names
 
 
-@functools.lru_cache(1024)
-def _code(code: CodeType, file: str) -> CodeType | None:
-    """A function's code, rewritten, with a free variable HELP. `file` is the code's, which code objects do
-    not compare."""
+def _rewrite(code: CodeType, file: str) -> ast.FunctionDef | None:
+    """A function that makes the rewritten one, whose free variables are its arguments."""
     if (made := _read(code, file)) is None: return None
     made.args.defaults, made.args.kw_defaults = [], [None] * len(made.args.kw_defaults)
     for each in ast.walk(made.args):
         if isinstance(each, ast.arg): each.annotation = None
     body = _Rewriter(made, file, {*code.co_varnames, *code.co_cellvars}).block(single_exit(made.body))
-    name = f"{HELP}function"     # not its own: a function that calls itself calls what its module has
-    outer = _function("_make", [HELP, *code.co_freevars], [_definition(name, made.args, body, made)], made)
+    return _function("_make", [HELP, *code.co_freevars], [_definition(FUNCTION, made.args, body, made)], made)
+
+
+@functools.lru_cache(1024)
+def _code(code: CodeType, file: str) -> CodeType | None:
+    """A function's code, rewritten, with a free variable HELP. `file` is the code's, which code objects do
+    not compare."""
+    if (outer := _rewrite(code, file)) is None: return None
     found = compile(ast.fix_missing_locations(ast.Module([outer], [])), file, "exec")
-    for inside in ("_make", name):
+    for inside in ("_make", FUNCTION):
         found = next(one for one in found.co_consts if isinstance(one, CodeType) and one.co_name == inside)
     return found.replace(co_name=code.co_name, co_qualname=code.co_qualname)
 
@@ -163,6 +168,14 @@ def rewritten(fn: FunctionType) -> Callable[..., Any]:
                         tuple(cells[each] for each in code.co_freevars))
     made.__kwdefaults__ = fn.__kwdefaults__
     return made
+
+
+def show_rewritten(fn: FunctionType) -> str:
+    """The text of the function, rewritten."""
+    if (outer := _rewrite(fn.__code__, fn.__code__.co_filename)) is None:
+        return f"{fn.__name__} as it is: its source cannot be read"
+    made, = outer.body
+    return ast.unparse(ast.fix_missing_locations(made)).replace(FUNCTION, fn.__name__)
 
 
 # **** statements ****

@@ -210,7 +210,7 @@ def test_no_conflicts_of_banks() -> None:
 
 def test_registers_of_roles() -> None:
     """Of a multiprocessor's 65536: 40 of a producer's threads and 232 of two warpgroups'."""
-    from tinygrad_nv.tile.language.gpu.specialised import register_counts
+    from tinygrad_nv.tile.language.gpu.registers import register_counts
     assert register_counts(8) == (40, 232)
     assert register_counts(4) == (0, 0)
     few, many = register_counts(16)

@@ -251,7 +251,8 @@ class Collective(Values):
         own = self.kb.reg("u32")
         self.kb.emit("add.u32", own, base, self.threads.sum([(at, step << at) for at in range(LANE_BITS)]))
         there = self.threads.first((1 << LANE_BITS) - 1 & -count)
-        return self._by_redux(fetch(self.kb, own, nbytes, dtype, 1, there, neutral(fn, dtype), "shared"), fn)
+        found = fetch(self.kb, own, nbytes, dtype, 1, there, neutral(fn, dtype), "shared")
+        return self._by_redux([*found], fn)
 
     # **** in order ****
 

@@ -8,6 +8,7 @@ given back when the products that read it are done.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tinygrad_nv.ptx.builder import Value as Register
@@ -35,6 +36,13 @@ class Stages:
     at: PipelineState = field(init=False)
 
 
+@dataclass(frozen=True, eq=False)
+class Flight:
+    """Dots of a loop whose products are waited for in the next iteration, and those that are issued ahead."""
+    late: Sequence[Op]
+    early: Sequence[Op]
+
+
 class Consumer:
     """A loop that is being written."""
 
@@ -57,6 +65,9 @@ class Consumer:
         self.ring.wait(self.at)
         self._issue_early(self.first + self.at.stage * stages.stage_bytes)
         if self.late: self.kb.wgmma_commit()    # none: each iteration finds those of the one before
+
+    @property
+    def flight(self) -> Flight: return Flight(tuple(self.late), tuple(each.op for each in self.early))
 
     # **** kinds of dots ****
 

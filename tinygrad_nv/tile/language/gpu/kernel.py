@@ -1,8 +1,8 @@
 """A program as a kernel for a GPU: what cannot be, and the text.
 
 Protocol: `problems(program, schedule, gpu)` says in words why there is no kernel, with the arithmetic;
-`build` makes it. Both write the kernel, once for the same program: how much shared memory it needs is known
-then.
+`build` makes it. Both run `PASSES`, once for the same program: how much shared memory it needs is known when
+it is written.
 
 `Emitter(kb, program, …).write()` writes operation by operation, each in the layout that assign.py gave its
 result. `value(v, layout)` is a value in a layout, converted where it has another (convert.py); of a free
@@ -11,44 +11,44 @@ made: values.py, memory.py, collective.py, sorting.py, dot.py, control.py, pipel
 """
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-
-from tinygrad.dtype import dtypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.ptx.builder.core import SMEM_BYTES
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.language.gpu.assign import Assignment
-from tinygrad_nv.tile.language.gpu.dots import FP8
-from tinygrad_nv.tile.language.gpu.layout import absent
+from tinygrad_nv.tile.language.gpu.check import MOST_WARPS, check
+from tinygrad_nv.tile.language.gpu.consumer import Flight
 from tinygrad_nv.tile.language.gpu.memory import Memory
-from tinygrad_nv.tile.language.gpu.pipelines import Depth
-from tinygrad_nv.tile.language.gpu.produced import find_produced_loops, inner_loops
+from tinygrad_nv.tile.language.gpu.pipelining import Attempt, Depth, list_attempts
+from tinygrad_nv.tile.language.gpu.produced import find_produced_loops
+from tinygrad_nv.tile.language.gpu.registers import (
+    PRODUCERS,
+    alone,
+    count_registers,
+    find_crowded,
+    registers_of,
+)
+from tinygrad_nv.tile.language.gpu.show import (
+    list_flights,
+    show_layouts,
+    show_pipelines,
+    show_registers,
+    show_roles,
+)
 from tinygrad_nv.tile.language.gpu.sorting import Sorting
-from tinygrad_nv.tile.language.gpu.specialised import PRODUCERS, Production, Specialised, alone, registers_of
-from tinygrad_nv.tile.language.ir import Op, Program
-from tinygrad_nv.tile.language.ranges import Ranges
+from tinygrad_nv.tile.language.gpu.specialised import Specialised
+from tinygrad_nv.tile.language.ir import Op, Program, Value
+from tinygrad_nv.tile.language.passes import Pass, keep_results, run_passes
 from tinygrad_nv.tile.language.schedule import TileSchedule
 from tinygrad_nv.tile.template import GPU
-
-ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
-MOST_WARPS = 32
-MOST_ELEMENTS = 1 << 20
-
-
-@dataclass(frozen=True)
-class _Written:
-    kernel: TileKernel | None
-    problems: tuple[str, ...]
 
 
 def problems(program: Program, schedule: TileSchedule, gpu: GPU, pdl: bool = False) -> list[str]:
     """Why a program cannot be a kernel with a schedule on a GPU, in words; empty when it can."""
-    return list(_write(_Key(program), schedule, gpu.arch, gpu.sm_count, pdl).problems)
+    return list(_write(_Key(program), schedule, gpu.arch, gpu.sm_count, pdl)[1])
 
 
 def build(program: Program, schedule: TileSchedule, gpu: GPU, pdl: bool = False) -> TileKernel:
@@ -56,11 +56,11 @@ def build(program: Program, schedule: TileSchedule, gpu: GPU, pdl: bool = False)
     where they are symbolic. `pdl`: on Hopper
     it may be launched before the kernel ahead of it has ended, for which it waits itself. Raises
     `ScheduleError` with the problems of one that has some."""
-    made = _write(_Key(program), schedule, gpu.arch, gpu.sm_count, pdl)
-    if made.kernel is None:
-        raise ScheduleError("; ".join(made.problems), "a schedule that the GPU has room for",
+    made, refused = _write(_Key(program), schedule, gpu.arch, gpu.sm_count, pdl)
+    if made is None:
+        raise ScheduleError("; ".join(refused), "a schedule that the GPU has room for",
                             "use smaller blocks, fewer stages, or another number of warps")
-    return made.kernel
+    return made
 
 
 class _Key:
@@ -71,42 +71,96 @@ class _Key:
     def __eq__(self, other: object) -> bool: return isinstance(other, _Key) and other.text == self.text
 
 
-@functools.lru_cache(256)
-def _write(key: _Key, schedule: TileSchedule, arch: str, sm_count: int, pdl: bool = False) -> _Written:
-    program = key.program
-    if found := _before(program, schedule, arch): return _Written(None, tuple(found))
-    assignment = Assignment(program, schedule.warp_count, schedule.vector_width, arch)
-    loops = find_produced_loops(program, assignment, Depth(schedule.depth, MOST_WARPS), arch)
-    if found := _find_crowded(program, assignment, registers_of(schedule.warp_count, bool(loops))):
-        return _Written(None, tuple(found))
+@dataclass(eq=False)
+class Writing:
+    """A program on its way to a kernel, and what the passes have made."""
+    program: Program
+    schedule: TileSchedule
+    arch: str
+    sm_count: int
+    pdl: bool
+    assignment: Assignment = field(init=False)
+    loops: dict[Op, list[Op]] = field(init=False)       # that a producer fills, with their loads
+    attempts: list[Attempt] = field(init=False)
+    registers: dict[Value, tuple[Op, float]] = field(init=False)
+    failed: list[str] = field(default_factory=list)     # attempts that there is no room for
+    flights: Mapping[Op, Flight] = field(default_factory=dict)
+    kernel: TileKernel | None = None
+
+    @property
+    def there(self) -> int:
+        """Registers of a thread."""
+        return registers_of(self.schedule.warp_count, bool(self.loops))
+
+
+@keep_results(256)
+def _write(key: _Key, schedule: TileSchedule, arch: str, sm_count: int,
+           pdl: bool = False) -> tuple[TileKernel | None, Sequence[str]]:
+    state = Writing(key.program, schedule, arch, sm_count, pdl)
+    refused = run_passes(PASSES, state)
+    return state.kernel, refused
+
+
+def _show_limits(state: Writing) -> str:
+    s = state.schedule
+    return f"{state.arch}, {s.warp_count} warps, {s.depth} stages, vectors of {s.vector_width}"
+
+
+def _assign(state: Writing) -> None:
+    s = state.schedule
+    state.assignment = Assignment(state.program, s.warp_count, s.vector_width, state.arch)
+
+
+def _find_roles(state: Writing) -> None:
+    depth = Depth(state.schedule.depth, MOST_WARPS)
+    state.loops = find_produced_loops(state.program, state.assignment, depth, state.arch)
+
+
+def _plan_pipelines(state: Writing) -> None:
+    state.attempts = list_attempts(state.program, state.assignment, state.loops, state.schedule.depth,
+                                   state.sm_count)
+
+
+def _count_registers(state: Writing) -> list[str]:
+    state.registers = count_registers(state.program, state.assignment)
+    return find_crowded(state.registers, 1 << state.assignment.thread_bits, state.there)
+
+
+def _write_ptx(state: Writing) -> list[str]:
+    """Writes the first attempt that there is room for; why there is none, of the first."""
     refused: list[str] = []
-    for most, production in _attempts(program, loops, sm_count):
-        emitter = _emit_program(program, assignment, schedule, arch, most, production, pdl)
-        found = _too_large(emitter, arch)
-        if not found and production.ctas and not _alone(emitter, schedule, arch): continue
-        if not found: return _Written(_kernel(emitter, pdl), ())
+    for attempt in state.attempts:
+        emitter = _emit_program(state, attempt)
+        found = _too_large(emitter, state.arch)
+        if not found and attempt.production.ctas and not _alone(emitter, state.schedule, state.arch): continue
+        if not found:
+            state.kernel, state.flights = _kernel(emitter, state.pdl), emitter.flights
+            return []
+        state.failed += found
         refused = refused or found
-    return _Written(None, tuple(refused))
+    return refused
 
 
-def _attempts(program: Program, loops: dict[Op, list[Op]], sm_count: int) -> Iterator[tuple[int, Production]]:
-    """Stages at most of loops that say how far ahead they may begin, which is as far as there is room; the
-    schedule's are as it says. Of each, CTAs that go through programs first, and two stages around loops."""
-    ahead = max((op.attributes["stages"] for op in program.body.walk()
-                 if op.name == "for" and "pipe" not in op.attributes), default=0)
-    nested = any(inner_loops(op, loops) for op in loops)
-    ctas = sm_count if loops and sm_count < math.prod(program.grid) and _alike(program, loops) else 0
-    for most in range(ahead + 1, 0, -1) if ahead else (1,):
-        for outer in (2, 1) if nested else (1,):
-            if ctas: yield most, Production(loops, outer, ctas)
-            yield most, Production(loops, outer)
+def _show_ptx(state: Writing) -> str:
+    assert state.kernel is not None
+    remarks = [*(f"no room: {each}" for each in state.failed), *list_flights(state.program, state.flights)]
+    return "".join(f"// {each}\n" for each in remarks) + state.kernel.ptx
 
 
-def _alike(program: Program, loops: dict[Op, list[Op]]) -> bool:
-    """Whether loops are as long in all programs."""
-    ranges = Ranges(program)
-    bounds = [ranges.of(each) for op in loops for each in op.operands[:2]]
-    return all(each.low == each.high for each in bounds)
+PASSES: tuple[Pass[Writing], ...] = (
+    Pass("check", "What no kernel can be is refused: dtypes, warps, tiles that are too large.",
+         lambda state: check(state.program, state.schedule, state.arch),
+         _show_limits),
+    Pass("layout", "Each tile gets the threads and registers that hold its elements; each dot its unit.",
+         _assign, lambda state: show_layouts(state.program, state.assignment)),
+    Pass("roles", "Loops that TMA can fill get a producer warp; the others run the program.",
+         _find_roles, lambda state: show_roles(state.program, state.schedule.warp_count, state.loops)),
+    Pass("pipelining", "Loops get stages in shared memory, to which their operands are copied ahead.",
+         _plan_pipelines, lambda state: show_pipelines(state.program, state.attempts)),
+    Pass("registers", "Tiles are held against the registers that a thread has.",
+         _count_registers, lambda state: show_registers(state.program, state.registers, state.there)),
+    Pass("ptx", "Operations are written one by one, with the barriers between them, in the first stages "
+         "that fit.", _write_ptx, _show_ptx))
 
 
 def _alone(emitter: Emitter, schedule: TileSchedule, arch: str) -> bool:
@@ -114,15 +168,15 @@ def _alone(emitter: Emitter, schedule: TileSchedule, arch: str) -> bool:
     return alone(schedule.warp_count, emitter.kb.smem_bytes, SMEM_BYTES[arch])
 
 
-def _emit_program(program: Program, assignment: Assignment, schedule: TileSchedule, arch: str, most: int,
-             production: Production, pdl: bool) -> Emitter:
-    """The program, written with at most so many stages of loops that say how far ahead they may begin."""
-    warps = schedule.warp_count + (PRODUCERS if production.loops else 0)
+def _emit_program(state: Writing, attempt: Attempt) -> Emitter:
+    """The program, written by the plans of an attempt."""
+    program, produced = state.program, bool(attempt.production.loops)
+    warps = state.schedule.warp_count + PRODUCERS * produced
     cluster = (1, 1, program.cluster) if program.cluster > 1 else ()
-    kb = Kernel(_name(program.name), arch=arch, threads=32 * warps, min_ctas=int(bool(production.loops)),
+    kb = Kernel(_name(program.name), arch=state.arch, threads=32 * warps, min_ctas=int(produced),
                 cluster=cluster)
-    emitter = Emitter(kb, program, assignment, Depth(schedule.depth, most), production)
-    emitter.pdl = emitter.ahead = pdl and kb.hopper
+    emitter = Emitter(kb, program, state.assignment, attempt)
+    emitter.pdl = emitter.ahead = state.pdl and kb.hopper
     emitter.write()
     return emitter
 
@@ -138,45 +192,6 @@ def _kernel(emitter: Emitter, pdl: bool) -> TileKernel:
 def _name(name: str) -> str: return "".join(each if each.isalnum() or each == "_" else "_" for each in name)
 
 
-def _before(program: Program, schedule: TileSchedule, arch: str) -> list[str]:
-    """Returns the problems that need no text."""
-    out = []
-    if arch not in ARCHITECTURES: return [f"{arch} is not {', '.join(ARCHITECTURES)}"]
-    if program.cluster > 1 and arch != "sm_90a": out.append(f"a cluster of {program.cluster} on {arch}")
-    warps = schedule.warp_count
-    if warps & warps - 1 or warps > MOST_WARPS:
-        out.append(f"{warps} warps: a kernel has 1, 2, 4, 8, 16 or {MOST_WARPS}")
-    if schedule.vector_width & schedule.vector_width - 1:
-        out.append(f"vectors of {schedule.vector_width} elements: a power of two is one access")
-    kinds = {each.dtype for op in program.body.walk() for each in op.results}
-    kinds |= {each.dtype for each in program.tensors}
-    if arch < "sm_89" and any(each in FP8 for each in kinds):
-        out.append(f"8-bit floats: conversions begin with sm_89, this is {arch}")
-    for op in program.body.walk():
-        for each in op.results:
-            if math.prod(each.shape) > MOST_ELEMENTS:
-                out.append(f"{_at(op)}a tile {each.type} of {math.prod(each.shape)} elements: "
-                           f"there are at most {MOST_ELEMENTS}")
-    return out
-
-
-def _at(op: Op) -> str: return f"{op.line}: " if op.line else ""
-
-
-def _find_crowded(program: Program, assignment: Assignment, there: int) -> list[str]:
-    """Tiles that do not fit in a thread's registers."""
-    out = []
-    for op in program.body.walk():
-        for each in op.results:
-            if not each.shape or each in assignment.free or assignment.aside(each): continue
-            nbytes = 1 if each.dtype == dtypes.bool else max(each.dtype.itemsize, 2)
-            count = absent(assignment.layout(each), each.shape).count(False) * nbytes / 4
-            if count > there:
-                out.append(f"{_at(op)}a tile {each.type} takes {count:.0f} registers of each of "
-                           f"{1 << assignment.thread_bits} threads: there are {there}")
-    return list(dict.fromkeys(out))
-
-
 def _too_large(emitter: Emitter, arch: str) -> list[str]:
     need, there = emitter.kb.smem_bytes, SMEM_BYTES[arch]
     if need <= there: return []
@@ -186,13 +201,12 @@ def _too_large(emitter: Emitter, arch: str) -> list[str]:
 class Emitter(Memory, Sorting, Specialised):
     """A kernel under construction."""
 
-    def __init__(self, kb: Kernel, program: Program, assignment: Assignment, stages: Depth,
-                 production: Production) -> None:
+    def __init__(self, kb: Kernel, program: Program, assignment: Assignment, attempt: Attempt) -> None:
         super().__init__(kb, program, assignment)
-        self.stages, self.bound, self.partial, self.arrived = stages, {}, set(), []
+        self.loop_plans, self.bound, self.partial, self.arrived = attempt.loops, {}, set(), []
         self.acrosses = sum(op.name == "across" for op in program.body.walk())
         self.prepare_dots()
-        self.specialise(production)
+        self.specialise(attempt.production)
 
     def write(self) -> None:
         """The kernel's text."""

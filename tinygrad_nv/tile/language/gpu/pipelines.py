@@ -8,13 +8,14 @@ stages in shared memory. Iteration i, which reads stage i mod depth:
     start the copies of iteration i + ahead, if there is one
     what the body computes
 
-`ahead` is depth - 1: the stage that is overwritten was read one iteration before. Where dots by wgmma add to
-what the loop carries, and nothing else looks at that, an iteration's products stay in flight until those of
-the next are issued; then the stage is free one iteration later, and `ahead` is depth - 2.
+Which loops, and how far `ahead`, is their plan (pipelining.py): stages - 1, as the stage that is overwritten
+was read one iteration before. Where dots by wgmma add to what the loop carries, and nothing else looks at
+that, an iteration's products stay in flight until those of the next are issued; then the stage is free one
+iteration later, and `ahead` is stages - 2.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tinygrad.dtype import dtypes
@@ -22,15 +23,11 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.ptx.builder import Value as Register
 from tinygrad_nv.tile.lanes import Lanes, Number
 from tinygrad_nv.tile.language.gpu.arena import Access
-from tinygrad_nv.tile.language.gpu.assign import Assignment
 from tinygrad_nv.tile.language.gpu.control import Control
 from tinygrad_nv.tile.language.gpu.dot import Dots
-from tinygrad_nv.tile.language.gpu.dots import FP8, source_of
+from tinygrad_nv.tile.language.gpu.pipelining import LoopPlan, can_recompute
 from tinygrad_nv.tile.language.gpu.staged import ALIGN, BlockCopy, SharedOperand, tile_in_smem
-from tinygrad_nv.tile.language.ir import STORES, Op, Program, Region, Value
-
-LEAST_IN_FLIGHT = 3     # stages, beyond which products stay in flight: else too few copies are on their way
-SCALARS = ("constant", "apply", "cast", "bitcast", "program_id")
+from tinygrad_nv.tile.language.ir import Op, Region
 
 
 @dataclass(eq=False)
@@ -46,71 +43,16 @@ class Stages:
     def nbytes(self) -> int: return self.stage_bytes * self.depth
 
 
-@dataclass(frozen=True)
-class Depth:
-    """Stages of loops: the schedule's, and at most so many of a loop that says how far ahead it may begin."""
-    schedule: int
-    most: int
-
-    def of(self, op: Op) -> int:
-        """Stages of a loop: of its pipes, else those that it begins ahead and the one that it reads, or the
-        schedule's."""
-        if "pipe" in op.attributes: return int(op.attributes["pipe"])
-        ahead: int = op.attributes["stages"]
-        return min(ahead + 1, self.most) if ahead else self.schedule
-
-
-def ahead_of(op: Op, assignment: Assignment) -> list[Op]:
-    """Loads of a loop for dots alone, whose places follow from its index, of tensors that it does not
-    write."""
-    region = op.regions[0]
-    written = {one.attributes["tensor"] for one in region.walk() if one.name in STORES}
-    made = {each: one for one in region.ops for each in one.results}
-
-    def follows(value: Value) -> bool:
-        if value not in made: return value not in region.arguments[1:]
-        return can_recompute(made[value], assignment.program) and all(map(follows, made[value].operands))
-    return [one for one in region.ops if one.name == "load_block" and one.result in assignment.staged
-            and one.attributes["tensor"] not in written and all(map(follows, one.operands))]
-
-
-def can_recompute(op: Op, program: Program) -> bool:
-    """Whether an operation may be computed again, ahead of its place: a scalar, of memory only where the
-    program does not write."""
-    if op.name in ("load", "load_block"):
-        return not op.result.shape and not program.tensor(op.attributes["tensor"]).output
-    return op.name in SCALARS and not op.result.shape
-
-
 class Pipelines(Dots, Control):
-    """Loops with stages. `stages`: those of the schedule; `bound`: tiles that have been copied ahead, by
-    their loads."""
-    stages: Depth
+    """Loops with stages, by their plans; `bound`: tiles that have been copied ahead, by their loads."""
+    loop_plans: Mapping[Op, LoopPlan]
     bound: dict[Op, SharedOperand]
 
     def do_for(self, op: Op) -> None:
-        loads, depth = ahead_of(op, self.assignment), self.stages.of(op)
-        if not loads or depth < 2: return super().do_for(op)
-        return self._emit_pipelined(op, loads, depth)
+        plan = self.loop_plans.get(op)
+        return super().do_for(op) if plan is None else self._emit_pipelined(op, plan)
 
     # **** what can be copied ahead ****
-
-    def in_flight(self, op: Op) -> list[Op]:
-        """Dots of a loop whose products may stay in flight: by wgmma, added to what the loop carries, of
-        which nothing else of the body knows; empty where there are others, too."""
-        region = op.regions[0]
-        dots = [one for one in region.walk()
-                if one.name == "dot" and self.assignment.plans[one].kind == "wgmma"]
-        return dots if all(self._alone(one, op, region) for one in dots) else []
-
-    def _alone(self, dot: Op, op: Op, region: Region) -> bool:
-        total = dot.operands[2]
-        if total not in region.arguments or dot not in region.ops: return False
-        if dot.operands[0].dtype in FP8: return False
-        place, uses = region.arguments.index(total) - 1, self.assignment.uses
-        sources = [source_of(each, self.makers)[0] for each in dot.operands[:2]]
-        return region.yields[place] is dot.result and uses[total] == [dot] and uses[dot.result] == [op] and \
-            all(each in self.assignment.staged for each in sources)
 
     def ops_of_places(self, loads: Sequence[Op], region: Region) -> list[Op]:
         """The operations of the body that make the places of loads."""
@@ -152,14 +94,13 @@ class Pipelines(Dots, Control):
         for one, copy in ring.copies.items(): copy.issue(places[one], stage + ring.places[one].start, when)
         self.kb.cp_async_commit()
 
-    def _emit_pipelined(self, op: Op, loads: Sequence[Op], depth: int) -> None:
+    def _emit_pipelined(self, op: Op, plan: LoopPlan) -> None:
         kb, region = self.kb, op.regions[0]
         start, stop, step = (self.number(each) for each in op.operands[:3])
         index, *arguments = region.arguments
         carried, sums = self.enter_loop(op)
-        ring, flight = self._stages(loads, depth), self.in_flight(op) if depth > LEAST_IN_FLIGHT else []
+        ring, flight, ahead = self._stages(plan.loads, plan.stages), plan.flying, plan.ahead
         self.flying |= set(flight)
-        ahead = depth - 2 if flight else depth - 1
         self._begin(op, ring, (start, stop, step), ahead)
         self.keep_left(op, ahead)
         first = self.arena.address + ring.start

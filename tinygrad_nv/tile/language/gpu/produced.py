@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from tinygrad_nv.tile.fragments import STEP_BYTES
 from tinygrad_nv.tile.language.gpu.assign import Assignment
-from tinygrad_nv.tile.language.gpu.pipelines import Depth, ahead_of, can_recompute
+from tinygrad_nv.tile.language.gpu.pipelining import Depth, ahead_of, can_recompute
 from tinygrad_nv.tile.language.gpu.staged import tile_in_smem
 from tinygrad_nv.tile.language.ir import Op, Program, Region, Value
 from tinygrad_nv.tile.layout import MAP_DTYPES, MOST_BOX, MOST_RANK
@@ -28,11 +28,6 @@ def find_produced_loops(program: Program, assignment: Assignment, stages: Depth,
     if arch != "sm_90a": return {}
     try: return dict(_Search(program, assignment, stages).loops(program.body, frozenset()))
     except NotProduced: return {}
-
-
-def inner_loops(op: Op, loops: dict[Op, list[Op]]) -> bool:
-    """Whether some of the loops are inside of an operation."""
-    return any(each in loops for region in op.regions for each in region.walk())
 
 
 class _Search:

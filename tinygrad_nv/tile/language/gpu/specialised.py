@@ -23,35 +23,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Value as Register
 from tinygrad_nv.tile.lanes import Lanes, Number
-from tinygrad_nv.tile.language.gpu.consumer import Consumer, Stages
+from tinygrad_nv.tile.language.gpu.consumer import Consumer, Flight, Stages
 from tinygrad_nv.tile.language.gpu.pipelines import Pipelines
-from tinygrad_nv.tile.language.gpu.produced import inner_loops
+from tinygrad_nv.tile.language.gpu.pipelining import Production, inner_loops
+from tinygrad_nv.tile.language.gpu.registers import register_counts
 from tinygrad_nv.tile.language.gpu.staged import ALIGN, SharedOperand, tile_in_smem
 from tinygrad_nv.tile.language.ir import Op, Region, Value
 from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.layout import MAP_DTYPES, SharedTile
 from tinygrad_nv.tile.pipeline import Pipeline
 
-PRODUCERS = 4           # warps
 BARRIER = 1             # the named barrier of the program's warps
-PRODUCER_REGISTERS, MOST_REGISTERS = 40, 240
-MOST_OF_THREAD, FILE = 255, 65536       # registers of a thread, and of a multiprocessor
 GROUP = 16              # programs along x that run side by side
-
-
-@dataclass(frozen=True)
-class Production:
-    """The loops that a producer fills, with their loads; stages of those that have others inside; and how
-    many CTAs go through the programs, 0 where each is one's own."""
-    loops: dict[Op, list[Op]]
-    outer: int = 2
-    ctas: int = 0
 
 
 class Specialised(Pipelines):
@@ -61,12 +49,12 @@ class Specialised(Pipelines):
         """Shared memory, maps and barriers of the loops that a producer fills."""
         self.maps: list[MapArgument] = []
         self.waiting: list[Consumer] = []       # of the loops that are being written
+        self.flights: dict[Op, Flight] = {}     # of the loops that have been
         self.filled: dict[Op, Stages] = {}
         self.ctas = made.ctas
         pending: list[tuple[Op, list[Op], list[SharedTile], int, Pipeline]] = []
         for op, loads in made.loops.items():
-            depth, tiles = self.stages.of(op), [self._tile(one) for one in loads]
-            if inner_loops(op, made.loops): depth = min(depth, made.outer)
+            depth, tiles = self.loop_plans[op].stages, [self._tile(one) for one in loads]
             nbytes = sum(-(-tile.nbytes // ALIGN) * ALIGN for tile in tiles)
             ring = Pipeline(self.kb, depth, sum(tile.nbytes for tile in tiles), self.assignment.warps,
                             name=f"full_and_empty{len(pending)}")
@@ -161,7 +149,7 @@ class Specialised(Pipelines):
 
     def _around(self, op: Op) -> bool:
         """Whether an operation has filled loops inside."""
-        return bool(op.regions) and inner_loops(op, {each: [] for each in self.filled})
+        return bool(op.regions) and inner_loops(op, self.filled)
 
     def _produce(self, region: Region, wanted: set[Op]) -> None:
         """The copies of a region's loops, in their order."""
@@ -218,6 +206,7 @@ class Specialised(Pipelines):
         index, *arguments = region.arguments
         carried, sums = self.enter_loop(op)
         loop, outer = Consumer(self, op, stages, carried), self.bound
+        self.flights[op] = loop.flight
         mark = self.arena.mark()
         with kb.loop(start, stop, step, kind="s32") as i:
             loop.begin(i + step < stop, i > start)
@@ -236,24 +225,3 @@ class Specialised(Pipelines):
     def before(self, op: Op) -> bool:
         for loop in self.waiting: loop.before_use(op)
         return super().before(op)
-
-
-def registers_of(warps: int, produced: bool) -> int:
-    """Registers that a thread of a program's warps has."""
-    if produced and (many := register_counts(warps)[1]): return many
-    return min(FILE // (32 * (warps + PRODUCERS * produced)) // 8 * 8, MOST_OF_THREAD)
-
-
-def register_counts(warps: int) -> tuple[int, int]:
-    """Registers of the producer's threads and of the others; 0 of these where all have enough."""
-    groups = -(-warps // 4)
-    each = min(FILE // (128 * (groups + 1)) // 8 * 8, MOST_OF_THREAD)
-    if each >= MOST_REGISTERS: return 0, 0
-    left = each * (groups + 1) - PRODUCER_REGISTERS
-    return PRODUCER_REGISTERS, min(left // groups // 8 * 8, MOST_REGISTERS)
-
-
-
-def alone(warps: int, ring_bytes: int, there: int) -> bool:
-    """Whether a multiprocessor has room for one CTA of a program with a producer."""
-    return bool(register_counts(warps)[1]) or 2 * ring_bytes > there
