@@ -56,7 +56,7 @@ def _run(question: str, part: str, minutes: float, only: str) -> Step:
 
 
 CALIBRATE = ("--brief", "--base", "h100")
-# what decides a default first, figures of the model, what has not run on a GPU: half an hour; then the rest
+# what decides a default first, figures of the model, what the record lacks: half an hour; then the rest
 STEPS = (
     _run("Do captured steps keep clusters and programmatic edges?", "smoke", 0.7, ""),
     _run("Are the emulator's results those of this GPU?", "correctness", 1.8, "test_mma"),

@@ -126,12 +126,12 @@ def classify(row: Row) -> tuple[Tile, Slope, Tile | None]:
     lanes = tile.zeros(row.lanes)
     most, total, far = over(row, partial(add_up, row), (lanes + LEAST, lanes, lanes))
     most, (total,) = join(most, (total,), row.cluster)
-    log_sum, smoothing = log(total), loss.label_smoothing
-    lse = most + log_sum
-    made = (tile.where(known, most - own, math.nan) + log_sum) * (1 - smoothing)
+    log_total, smoothing = log(total), loss.label_smoothing
+    lse = most + log_total
+    made = (tile.where(known, most - own, math.nan) + log_total) * (1 - smoothing)
     if smoothing:
         far = across(tile.sum(far, 0), row.cluster)
-        made += (most - far * (1 / spec.size) + log_sum) * smoothing
+        made += (most - far * (1 / spec.size) + log_total) * smoothing
     if loss.z_loss: made += lse * lse * loss.z_loss
     p, even = exp(own - most) / total, smoothing / spec.size
     z = lse * (2 * loss.z_loss)
