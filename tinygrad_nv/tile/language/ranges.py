@@ -75,9 +75,14 @@ class Ranges:
         return op.results[len(op.attributes["choices"])]
 
     def _fits(self, start: Value, size: int, end: Value | int) -> bool:
-        """Whether a loop's blocks, at multiples of their size, stop at an end, or ahead of it."""
+        """Whether blocks within a loop's step, by multiples of a number that has room for them, stop at an
+        end or ahead of it."""
+        made, ahead = self.makers.get(start), 0
+        if made is not None and made.name == "apply" and made.attributes["fn"] == "add":
+            start, other = sorted(made.operands, key=lambda each: each not in self.loops)
+            ahead = self.of(other).high if self.of(other).low >= 0 else HIGH
         if (op := self.loops.get(start)) is None: return False
-        return all(self.of(each).multiple % size == 0 for each in op.operands[:3]) and \
+        return ahead + size <= min(self.of(each).multiple for each in op.operands[:3]) and \
             self._is_at_most(op.operands[1], end)
 
     def _is_at_most(self, value: Value, other: Value | int) -> bool:

@@ -15,7 +15,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv import tile
 from tinygrad_nv.tile.language.memory import Block, TensorRef
-from tinygrad_nv.tile.language.values import Operand
+from tinygrad_nv.tile.language.values import Operand, Tile
 from tinygrad_nv.tile.optimizer.spec import CHUNK, HEAD, PER_GROUP, AdamWSpec, SquaresSpec, firsts
 from tinygrad_nv.tile.order import OVER_ROWS
 from tinygrad_nv.tile.programs import Blocks, Grid, TileProgram
@@ -24,8 +24,8 @@ from tinygrad_nv.tile.template import GPU
 DETERMINISM_CLASS = OVER_ROWS
 WARPS = 8
 COLUMNS = 1024          # of a block: 16 bytes of float32 a thread
-ROWS = {AdamWSpec: 1, SquaresSpec: 4}   # blocks that a thread loads at a time: an update loads four tensors
-CPU_COLUMNS = 256
+ROWS = {AdamWSpec: 1, SquaresSpec: 4}   # blocks that are loaded at a time: an update loads four tensors
+CPU_COLUMNS = 128
 
 
 def adamw(control: TensorRef, spec: AdamWSpec, blocks: Blocks, **held: TensorRef) -> None:
@@ -64,12 +64,17 @@ def squares(sums: TensorRef, spec: SquaresSpec, blocks: Blocks, **held: TensorRe
     start, whole, stop = bounds(tensor, first, blocks)
     total = tile.zeros((blocks.columns,))
     for i in tile.range(start, whole, size_of(blocks)):
-        x = tile.cast(tensor[tile.block(i, size_of(blocks))], dtypes.float32)
-        total += tile.sum((x * x).reshape(blocks.rows, blocks.columns), 0)
-    for i in tile.range(whole, stop, blocks.columns):
-        x = tile.cast(tensor[tile.block(i, blocks.columns)], dtypes.float32)
-        total += x * x
+        part: Operand = 0.0
+        for row in range(blocks.rows): part = add(tensor, i + row * blocks.columns, part, blocks)
+        total += part
+    for i in tile.range(whole, stop, blocks.columns): total = add(tensor, i, total, blocks)
     sums[tile.program_id(0)] = tile.sum(total, 0)
+
+
+def add(tensor: TensorRef, i: Operand, total: Operand, blocks: Blocks) -> Tile:
+    """The squares of a block more."""
+    x = tile.cast(tensor[tile.block(i, blocks.columns)], dtypes.float32)
+    return tile.fma(x, x, total)
 
 
 def begin_chunks(counts: Sequence[int]) -> tuple[int, ...]:
@@ -105,7 +110,7 @@ def grid(spec: AdamWSpec | SquaresSpec, blocks: Blocks) -> Grid:
 
 def cut(spec: AdamWSpec | SquaresSpec, target: Any) -> Sequence[tuple[Blocks, int]]:
     """Blocks of one size."""
-    if target.kind == "cpu": return [(Blocks(1, CPU_COLUMNS), 1)]
+    if target.kind == "cpu": return [(Blocks(ROWS[type(spec)], CPU_COLUMNS), 1)]
     return [(Blocks(ROWS[type(spec)], COLUMNS), WARPS)]
 
 
