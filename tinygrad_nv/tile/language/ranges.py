@@ -64,37 +64,29 @@ class Ranges:
         tensor."""
         known, end = self.of(starts[axis]), tensor.shape[axis]
         if known.low < 0 or (axis == tensor.symbolic and size > 1): return False
-        if not tensor.among: return known.high + size <= end
-        if not axis: return True
-        length = self.length(starts)
-        return known.high + size <= self.of(length).low or self._fits(starts[axis], size, length)
+        if tensor.among and not axis: return True
+        length = self.length(starts) if tensor.among else end
+        least = length if isinstance(length, int) else self.of(length).low
+        return known.high + size <= least or self._fits(starts[axis], size, length)
 
     def length(self, starts: Sequence[Value]) -> Value:
         """The number of elements of a tensor that was chosen."""
         op = self.makers[starts[0]]
         return op.results[len(op.attributes["choices"])]
 
-    def _fits(self, start: Value, size: int, length: Value) -> bool:
-        """Whether a loop's blocks, at multiples of their size, end at most at a length. They may begin at a
-        loop's index, or so far behind a number, of an end that is as far."""
-        start, ahead = self.split(start)
+    def _fits(self, start: Value, size: int, end: Value | int) -> bool:
+        """Whether blocks within a loop's step, by multiples of a number that has room for them, stop at an
+        end or ahead of it."""
+        made, ahead = self.makers.get(start), 0
+        if made is not None and made.name == "apply" and made.attributes["fn"] == "add":
+            start, other = sorted(made.operands, key=lambda each: each not in self.loops)
+            ahead = self.of(other).high if self.of(other).low >= 0 else HIGH
         if (op := self.loops.get(start)) is None: return False
-        stop = op.operands[1]
-        if any(self.of(each).multiple % size for each in op.operands[:3]): return False
-        if ahead is None: return self._is_at_most(stop, length)
-        end = self.makers.get(stop)
-        return end is not None and end.name == "apply" and end.attributes["fn"] == "sub" and \
-            end.operands[1] is ahead and self.of(ahead).multiple % size == 0 and \
-            self._is_at_most(end.operands[0], length)
+        return ahead + size <= min(self.of(each).multiple for each in op.operands[:3]) and \
+            self._is_at_most(op.operands[1], end)
 
-    def split(self, value: Value) -> tuple[Value, Value | None]:
-        """A loop's index, and what is added to it; of another value itself."""
-        op = self.makers.get(value)
-        if op is None or op.name != "apply" or op.attributes["fn"] != "add": return value, None
-        a, b = op.operands
-        return (a, b) if a in self.loops else (b, a) if b in self.loops else (value, None)
-
-    def _is_at_most(self, value: Value, other: Value) -> bool:
+    def _is_at_most(self, value: Value, other: Value | int) -> bool:
+        if isinstance(other, int): return self.of(value).high <= other
         if value is other: return True
         op = self.makers.get(value)
         if op is None or op.name != "apply" or self.of(value).low < 0: return False
@@ -104,7 +96,7 @@ class Ranges:
         if fn == "shift_right": return self._is_at_most(a, other)
         return fn in ("mul", "shift_left") and self._is_floor(fn, a, others[0], other)
 
-    def _is_floor(self, fn: str, a: Value, factor: Value, other: Value) -> bool:
+    def _is_floor(self, fn: str, a: Value, factor: Value, other: Value | int) -> bool:
         """Whether a times a factor is a quotient by it, of what is at most another, times it."""
         op, back = self.makers.get(a), {"mul": "quotient", "shift_left": "shift_right"}[fn]
         return op is not None and op.name == "apply" and op.attributes["fn"] == back and \

@@ -24,7 +24,8 @@ from tinygrad_nv.tile.template import GPU
 DETERMINISM_CLASS = OVER_ROWS
 WARPS = 8
 COLUMNS = 1024          # of a block: 16 bytes of float32 a thread
-CPU_COLUMNS = 256
+ROWS = {AdamWSpec: 1, SquaresSpec: 4}   # blocks that are loaded at a time: an update loads four tensors
+CPU_COLUMNS = 128
 
 
 def adamw(control: TensorRef, spec: AdamWSpec, blocks: Blocks, **held: TensorRef) -> None:
@@ -37,8 +38,8 @@ def adamw(control: TensorRef, spec: AdamWSpec, blocks: Blocks, **held: TensorRef
         place = HEAD + PER_GROUP * group
         numbers = control[1], control[2], control[place], control[place + 1]
         start, whole, stop = bounds(tensors["g"], first, blocks)
-        for i in tile.range(0, whole - start, blocks.columns):
-            update(tensors, tile.block(start + i, blocks.columns), numbers, spec)
+        for i in tile.range(start, whole, blocks.columns):
+            update(tensors, tile.block(i, blocks.columns), numbers, spec)
         if whole < stop: update(tensors, tile.block(whole, blocks.columns), numbers, spec)
 
 
@@ -62,12 +63,15 @@ def squares(sums: TensorRef, spec: SquaresSpec, blocks: Blocks, **held: TensorRe
     tensor, first = tile.select(find(begins), [held[f"g{i}"] for i in range(len(spec.counts))], begins)
     start, whole, stop = bounds(tensor, first, blocks)
     total = tile.zeros((blocks.columns,))
-    for i in tile.range(0, whole - start, blocks.columns): total = add(tensor, start + i, total, blocks)
-    if whole < stop: total = add(tensor, whole, total, blocks)
+    for i in tile.range(start, whole, size_of(blocks)):
+        part: Operand = 0.0
+        for row in range(blocks.rows): part = add(tensor, i + row * blocks.columns, part, blocks)
+        total += part
+    for i in tile.range(whole, stop, blocks.columns): total = add(tensor, i, total, blocks)
     sums[tile.program_id(0)] = tile.sum(total, 0)
 
 
-def add(tensor: TensorRef, i: Operand, total: Tile, blocks: Blocks) -> Tile:
+def add(tensor: TensorRef, i: Operand, total: Operand, blocks: Blocks) -> Tile:
     """The squares of a block more."""
     x = tile.cast(tensor[tile.block(i, blocks.columns)], dtypes.float32)
     return tile.fma(x, x, total)
@@ -91,7 +95,12 @@ def bounds(tensor: TensorRef, first: Operand, blocks: Blocks) -> tuple[Operand, 
     """Returns where this program's chunk begins, where its whole blocks end, and where it ends."""
     start = tile.maximum(tile.program_id(0) - first, 0) * CHUNK
     stop = tile.minimum(start + CHUNK, tensor.shape[0])
-    return start, stop // blocks.columns * blocks.columns, stop
+    return start, stop // size_of(blocks) * size_of(blocks), stop
+
+
+def size_of(blocks: Blocks) -> int:
+    """Elements that a program loads at a time."""
+    return blocks.rows * blocks.columns
 
 
 def grid(spec: AdamWSpec | SquaresSpec, blocks: Blocks) -> Grid:
@@ -101,7 +110,8 @@ def grid(spec: AdamWSpec | SquaresSpec, blocks: Blocks) -> Grid:
 
 def cut(spec: AdamWSpec | SquaresSpec, target: Any) -> Sequence[tuple[Blocks, int]]:
     """Blocks of one size."""
-    return [(Blocks(1, CPU_COLUMNS), 1)] if target.kind == "cpu" else [(Blocks(1, COLUMNS), WARPS)]
+    if target.kind == "cpu": return [(Blocks(ROWS[type(spec)], CPU_COLUMNS), 1)]
+    return [(Blocks(ROWS[type(spec)], COLUMNS), WARPS)]
 
 
 def problems(spec: AdamWSpec | SquaresSpec, kind: str) -> list[str]:
@@ -116,5 +126,7 @@ def elements(spec: AdamWSpec | SquaresSpec) -> int:
     return sum(spec.counts)
 
 
-PROGRAMS = (TileProgram("adamw_update", AdamWSpec, adamw, grid, cut, elements, problems, fixed=True),
-            TileProgram("squared_sums", SquaresSpec, squares, grid, cut, elements, problems, fixed=True))
+PROGRAMS = (TileProgram("adamw_update", AdamWSpec, adamw, grid, cut, elements, problems, fixed=True,
+                        entry=lambda spec: "adamw"),
+            TileProgram("squared_sums", SquaresSpec, squares, grid, cut, elements, problems, fixed=True,
+                        entry=lambda spec: "squares"))

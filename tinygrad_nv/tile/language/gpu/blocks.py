@@ -63,8 +63,6 @@ class BlockPlace:
             return self._add_offset(pointer, own, size)
         offset: Register | int = own
         for start, stride in zip(self.starts, strides, strict=True):
-            start, ahead = self.writer.ranges.split(start)
-            if ahead is not None: pointer = self._advance(pointer, ahead, stride * size)
             number = self.writer.number(start)
             if isinstance(number, Register): offset = (number * stride if stride != 1 else number) + offset
             elif isinstance(offset, Register): offset = offset + int(number) * stride if number else offset
