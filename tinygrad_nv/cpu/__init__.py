@@ -15,7 +15,6 @@ returns a `CPUKernel`.
   embedding   rows of a table, and the sums of its gradient
   conv        the blocked GEMM, whose left operand is packed from images
   quant_gemm/ matmuls with a quantised matrix: as stored, and in tiles
-  router      experts of tokens, and the order of slots
   lora/       the terms that adapters add to a linear layer
   grouped_gemm/  rows times the matrix of their group
   quant_grouped/  the same with quantised matrices

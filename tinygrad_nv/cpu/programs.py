@@ -38,8 +38,8 @@ def _template(program: TileProgram) -> Template[Any, Any, CPU]:
     def problems(spec: Any, s: CPUProgramSchedule, target: CPU) -> Sequence[str]:
         if s.isa != target.isa: return [f"for {s.isa}, here is {target.isa}"]
         found = [*check_parts(s), *program.refuse(spec, s.blocks, "cpu"), *["clusters"] * (s.cluster > 1)]
-        own = [blocks.columns for blocks, _ in program.cut(spec, target)]
-        if program.fixed and s.columns not in own: found.append(f"{s.columns} columns, not {own[0]}")
+        own = [blocks for blocks, _ in program.cut(spec, target)]
+        if program.fixed and s.blocks not in own: found.append(f"{s} is not one of {own[0]}")
         found += [each for root in program.expressions(spec) for each in expression.problems(root)]
         from tinygrad_nv.cpu.language import kernel
         return found or [each for _, one in program.launches(spec, s.blocks)

@@ -99,7 +99,9 @@ def over(row: Row, step: Callable[[Block, bool, State], State], state: State = (
     whole = row.spec.size // row.size * row.size
     for first in tile.range(row.begin, tile.minimum(row.end, whole), row.size):
         state = step(Block(first, row.size), True, state)
-    if whole < row.spec.size and row.end > whole: state = step(Block(whole, row.size), False, state)
+    # the end of the row is the program's that begins at or before it: others of a cluster may have no columns
+    if whole < row.spec.size and (row.begin <= whole) & (row.end > whole):
+        state = step(Block(whole, row.size), False, state)
     return state
 
 
@@ -124,14 +126,15 @@ def classify(row: Row) -> tuple[Tile, Slope, Tile | None]:
     known = (row.label >= 0) & (row.label < spec.size)
     own = value_of(loss, row.logits[row.at, tile.where(known, row.label, 0)])
     lanes = tile.zeros(row.lanes)
-    most, total, far = over(row, partial(add_up, row), (lanes + LEAST, lanes, lanes))
+    near = tile.where((own > LEAST) & (own < math.inf), own, 0.0)   # of which sums lose fewer digits
+    most, total, far = over(row, partial(add_up, row, near), (lanes + LEAST, lanes, lanes))
     most, (total,) = join(most, (total,), row.cluster)
     log_total, smoothing = log(total), loss.label_smoothing
     lse = most + log_total
     made = (tile.where(known, most - own, math.nan) + log_total) * (1 - smoothing)
     if smoothing:
         far = across(tile.sum(far, 0), row.cluster)
-        made += (most - far * (1 / spec.size) + log_total) * smoothing
+        made += (most - near + far * (1 / spec.size) + log_total) * smoothing
     if loss.z_loss: made += lse * lse * loss.z_loss
     p, even = exp(own - most) / total, smoothing / spec.size
     z = lse * (2 * loss.z_loss)
@@ -139,12 +142,13 @@ def classify(row: Row) -> tuple[Tile, Slope, Tile | None]:
     return made, partial(slope_of, row, most, (1 + z) / total, even), multiply_slope(loss, own, mine)
 
 
-def add_up(row: Row, columns: Block, whole: bool, state: State) -> State:
+def add_up(row: Row, near: Tile, columns: Block, whole: bool, state: State) -> State:
     """The sums with those of a block."""
     most, total, far = state
     x = by_lane(row, row.x(columns, whole))
     if row.spec.loss.label_smoothing:
-        there = x if whole else tile.where(by_lane(row, columns.indices < row.spec.size), x, 0.0)
+        there = near - x
+        if not whole: there = tile.where(by_lane(row, columns.indices < row.spec.size), there, 0.0)
         far = far + tile.sum(there, 0)
     most, (total,) = rescale(x, most, (total,))
     return most, total + tile.sum(exp(x - most[None, :]), 0), far

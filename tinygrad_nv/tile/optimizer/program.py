@@ -14,7 +14,7 @@ from typing import Any
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv import tile
-from tinygrad_nv.tile.language.memory import Block, TensorRef
+from tinygrad_nv.tile.language.memory import LARGEST, Block, TensorRef
 from tinygrad_nv.tile.language.values import Operand, Tile
 from tinygrad_nv.tile.optimizer.spec import CHUNK, HEAD, PER_GROUP, AdamWSpec, SquaresSpec, firsts
 from tinygrad_nv.tile.order import OVER_ROWS
@@ -118,7 +118,9 @@ def problems(spec: AdamWSpec | SquaresSpec, kind: str) -> list[str]:
     """Why no kernel can be; empty when one can."""
     kinds = 1 if isinstance(spec, SquaresSpec) else len(spec.kinds)
     pointers = kinds * len(spec.counts) + 1
-    return [f"{pointers} pointers, at most {GPU.pointers}"] * (kind == "gpu" and pointers > GPU.pointers)
+    out = [f"{pointers} pointers, at most {GPU.pointers}"] * (kind == "gpu" and pointers > GPU.pointers)
+    most = LARGEST - CHUNK      # so that the end of the last chunk is an int32
+    return out + [f"{max(spec.counts)} elements of a tensor, at most {most}"] * (max(spec.counts) > most)
 
 
 def elements(spec: AdamWSpec | SquaresSpec) -> int:

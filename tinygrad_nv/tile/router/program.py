@@ -392,7 +392,8 @@ ARRANGE = TileProgram("order", RouterSpec, arrange, grid,
                       lambda spec, target: [(Blocks(), order_cut(spec)[1])], lambda spec: spec.slots,
                       scratch=scratch)
 PROGRAMS = (TileProgram("router", RouterSpec, route, grid, cut, lambda spec: spec.tokens * spec.experts,
-                        problems, vector=vector_of, scratch=scratch, following=ARRANGE),
+                        problems, fixed=True, vector=vector_of, scratch=scratch,
+                        following=ARRANGE),
             TileProgram("group_rows", GroupRowsSpec, group_rows, lambda spec, blocks: (1, 1, 1),
                         lambda spec, target: [(Blocks(spec.tokens), 1)], lambda spec: spec.slots,
                         kinds=("cpu",)))

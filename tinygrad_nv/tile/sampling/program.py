@@ -27,7 +27,7 @@ from tinygrad_nv.tile.language.values import Operand, Tile
 from tinygrad_nv.tile.programs import Blocks, Grid, TileProgram
 from tinygrad_nv.tile.reference import Argument, dense
 from tinygrad_nv.tile.sampling.reference import arguments
-from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, Number
+from tinygrad_nv.tile.sampling.spec import MOST_FIRST, ChoiceSpec, CountSpec, Number
 from tinygrad_nv.tile.sampling.top_k.program import TOP_K
 
 U32 = dtypes.uint32
@@ -243,6 +243,11 @@ def cut_count(spec: CountSpec, target: Any) -> Sequence[tuple[Blocks, int]]:
     return [(Blocks(rows), max(1, rows // 32))]
 
 
+def choice_problems(spec: ChoiceSpec, kind: str) -> list[str]:
+    """Why no kernel can be; empty when one can."""
+    return [f"{spec.size} logits of a row, at most {MOST_FIRST}"] * (spec.size > MOST_FIRST)
+
+
 def count_problems(spec: CountSpec, kind: str) -> list[str]:
     """Why no kernel can be; empty when one can."""
     numel = spec.slots * spec.size
@@ -251,7 +256,7 @@ def count_problems(spec: CountSpec, kind: str) -> list[str]:
 
 PROGRAMS = (TOP_K,
             TileProgram("choice", ChoiceSpec, choice, choice_grid, cut_choice,
-                        lambda spec: spec.rows * spec.size * (1 + spec.draw), steps=steps, vector=beside_of,
-                        entry=choice_name),
+                        lambda spec: spec.rows * spec.size * (1 + spec.draw), choice_problems, steps=steps,
+                        vector=beside_of, entry=choice_name),
             TileProgram("count", CountSpec, count, count_grid, cut_count, lambda spec: spec.rows,
                         count_problems))

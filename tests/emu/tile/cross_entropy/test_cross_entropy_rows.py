@@ -20,6 +20,8 @@ from tinygrad_nv.functional import linear_cross_entropy
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.tile.cross_entropy import program
 from tinygrad_nv.tile.cross_entropy.spec import CrossEntropySpec, DistillationSpec, Loss, RowsSpec
+from tinygrad_nv.tile.optimizer.spec import SquaresSpec
+from tinygrad_nv.tile.sampling.spec import ChoiceSpec, FilterSpec, Number
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -64,6 +66,16 @@ def test_long_rows(name: str, arch: str, cluster: int, monkeypatch: pytest.Monke
     spec, target = SPECS[name], GPU(arch)
     given, schedule = storages(spec, 2), replace(TABLE.choose(spec, target), cluster=cluster)
     right(spec, given, run(spec, schedule, target, given), c=4.0, cut=CUT)
+
+
+def test_sizes_that_int32_does_not_hold_are_refused():
+    """Of what is numbered by it; many classes are no list of them."""
+    large = (1 << 31) - 5
+    for target in TARGETS:
+        assert TABLE.why_not(CrossEntropySpec(2, 1 << 30, F32), target) == ""
+        for spec in (SquaresSpec((3, large)),
+                     FilterSpec(1, large, Number.top_k, True), ChoiceSpec(1, large, True)):
+            assert "at most" in TABLE.why_not(spec, target)
 
 
 @pytest.mark.sampled(1)

@@ -21,13 +21,14 @@ from tinygrad_nv import tile
 from tinygrad_nv.tile.language.memory import Block, TensorRef
 from tinygrad_nv.tile.language.values import Operand, Tile
 from tinygrad_nv.tile.programs import Blocks, Grid, TileProgram
-from tinygrad_nv.tile.sampling.spec import FilterSpec
+from tinygrad_nv.tile.sampling.spec import MOST_FIRST, FilterSpec
 
 S32, U32 = dtypes.int32, dtypes.uint32
 LEAST, SIGN = -1 << 31, 1 << 31
 SLOTS = 4
 VECTOR, THREADS, FEWEST = 4, 1024, 128      # of a GPU's program: elements side by side, threads
-CPU_COLUMNS = (1 << 13, 128), (1 << 30, 512)    # of rows of at most so many logits
+SHORT = 1 << 13         # logits of a row up to which a CPU's blocks are
+CPU_COLUMNS = 128, 512  # so long, and beyond
 
 
 class Row:
@@ -125,7 +126,7 @@ def count_row(row: Row, edge: Tile, floor: Tile, most: Tile) -> Tile:
 
 def cut(spec: FilterSpec, target: Any) -> Sequence[tuple[Blocks, int]]:
     """Blocks as long as there are threads for, of a vector each, but no longer than a row."""
-    if target.kind == "cpu": return [(Blocks(1, next(n for most, n in CPU_COLUMNS if spec.size <= most)), 1)]
+    if target.kind == "cpu": return [(Blocks(1, CPU_COLUMNS[spec.size > SHORT]), 1)]
     threads = THREADS
     while threads > FEWEST and threads * VECTOR >= spec.size: threads //= 2
     return [(Blocks(1, VECTOR * threads), threads // 32)]
@@ -143,7 +144,8 @@ def vector_of(spec: FilterSpec) -> int:
 
 def problems(spec: FilterSpec, kind: str) -> list[str]:
     """Why no kernel can be; empty when one can."""
-    return [] if spec.counted else ["sums of weights, whose order counts"]
+    if not spec.counted: return ["sums of weights, whose order counts"]
+    return [f"{spec.size} logits of a row, at most {MOST_FIRST}"] * (spec.size > MOST_FIRST)
 
 
 TOP_K = TileProgram("counted_threshold", FilterSpec, top_k, grid, cut, lambda spec: spec.rows * spec.size,
