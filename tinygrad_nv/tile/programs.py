@@ -150,7 +150,7 @@ def trace_spec(program: TileProgram, spec: Any, blocks: Blocks) -> Program:
         made = trace_program(function, {**given, "spec": spec, "blocks": blocks}, tensors,
                              TileSchedule(), program.grid(spec, blocks), None, tuple(views.values()),
                              **launch)
-        written = {op.attributes["tensor"] for op in made.body.walk() if op.name in STORES}
+        written = {name for op in made.body.walk() if op.name in STORES for name in made.tensor_names(op)}
         own = tuple(replace(each, output=each.name in written) for each in made.tensors)
         return replace(made, tensors=own, retrace=trace)
     return trace()

@@ -62,8 +62,10 @@ class Columns(Emitter):
         if uniform:
             one, other = (self.vector(each, outer, pair, True) for each in op.operands)
             return f"({column}) & 1 ? {other} : {one}"
-        number = self.beside.index(column) if column in self.beside else 0
-        at = self.half[number // PAIR] if number // PAIR < len(self.half) else pair
+        number, at = 0, pair
+        if column in self.beside:
+            number = self.beside.index(column)
+            if number // PAIR < len(self.half): at = self.half[number // PAIR]
         a, b = (self.vector(each, outer, at) for each in op.operands)
         return f"({kind}){'highs' if at != pair and number % PAIR else 'lows'}_((vi){a}, (vi){b})"
 

@@ -38,6 +38,8 @@ def select(index: Operand, *lists: Sequence[Any]) -> Any:
     for each in numbers:
         if any(type(one) is not int for one in each):
             fail("tile.select among what differs", "tensors, or integers")
+        if not all(-1 << 31 <= one < 1 << 31 for one in each):
+            fail(f"tile.select among {max(each, key=abs)}", "integers of 32 bits")
     names = [current().name_choice(_parameter(each, lengths)) for each in tensors]
     made = list(map(Tile, current().emit("select", [cast(place, dtypes.int32).value],
                                          [S32] * (len(names) + 1 + len(numbers)),

@@ -63,11 +63,17 @@ class Ranges:
         """Whether so many elements of an axis, or the one of an index, are known to lie inside of a
         tensor."""
         known, end = self.of(starts[axis]), tensor.shape[axis]
-        if known.low < 0 or (axis == tensor.symbolic and size > 1): return False
+        if known.low < 0 or (axis == tensor.symbolic and not self._is_row(starts[axis], size)): return False
         if tensor.among and not axis: return True
         length = self.length(starts) if tensor.among else end
         least = length if isinstance(length, int) else self.of(length).low
         return known.high + size <= least or self._fits(starts[axis], size, length)
+
+    def _is_row(self, start: Value, size: int) -> bool:
+        """Whether an index of a symbolic axis is the one row that a program has: there are as many."""
+        op = self.makers.get(start)
+        return size <= 1 and self.program.rows == 1 and op is not None and op.name == "program_id" \
+            and op.attributes["axis"] == 0
 
     def length(self, starts: Sequence[Value]) -> Value:
         """The number of elements of a tensor that was chosen."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import itertools
 import linecache
 import sys
 import threading
@@ -55,7 +56,9 @@ class Trace:
 
     def name_choice(self, parameter: TensorParameter) -> TensorParameter:
         """A choice (choices.py), which gets a name of its own."""
-        self.choices.append(replace(parameter, name=f"choice{len(self.choices)}"))
+        taken = {*self.tensors, *(each.name for each in self.choices)}
+        name = next(name for n in itertools.count() if (name := f"choice{n}") not in taken)
+        self.choices.append(replace(parameter, name=name))
         return self.choices[-1]
 
     # **** operations ****

@@ -59,7 +59,6 @@ class Arena:
         self.bodies: list[list[Access]] = []    # accesses of the loops that are being written
         self.copying = False        # copies by cp.async have not been waited for
         self.unfenced = False       # writes that wgmma will read have no fence
-        self.barriers = 0
         self.barrier: tuple[int, ...] = ()      # of all threads; else its number and how many there are
         self._address: Value | None = None
 
@@ -128,7 +127,6 @@ class Arena:
         """Notes what a barrier of all threads puts in order, ahead of it."""
         if self.unfenced and self.kb.hopper: self.kb.fence_proxy_async()
         self.pending, self.copying, self.unfenced = [], False, False
-        self.barriers += 1
 
     def reads(self, start: int, nbytes: int, space: Hashable = "shared", owner: Hashable = None) -> None:
         """Bytes that this thread reads from here on."""

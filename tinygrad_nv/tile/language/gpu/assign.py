@@ -47,7 +47,7 @@ class _Class:
     bytes: int = 0
     vector: int = 0
     contiguous: int = -1
-    scanned: int = -1
+    scanned: tuple[tuple[int, ...], int] | None = None
     dots: list[Op] = field(default_factory=list)
     narrow: list[tuple[Value, tuple[int, ...]]] = field(default_factory=list)
     same: list[tuple[Value, Mapping[int, int]]] = field(default_factory=list)
@@ -146,7 +146,7 @@ class Assignment:
                     gone = tuple(extents(wide.shape).of_axis(op.attributes["axis"]))
                     self._class(wide).narrow += [(each, gone) for each in op.results]
             elif op.name == "scan" and is_by_threads(op):
-                self._class(op.results[0]).scanned = op.attributes["axis"]
+                self._class(op.results[0]).scanned = op.result.shape, op.attributes["axis"]
             elif op.name in ("halves", "interleave"):
                 for each in op.operands:
                     if each not in self.free: self._class(op.result).narrow.append((each, (0,)))
@@ -187,7 +187,7 @@ class Assignment:
         return value in self.makers and source_of(value, self.makers)[0] in self.staged
 
     def _own(self, of: _Class) -> Layout:
-        if of.scanned >= 0: return columns_layout(of.type.shape, of.scanned, self.thread_bits)
+        if of.scanned is not None: return columns_layout(*of.scanned, self.thread_bits)
         for value, gone in of.narrow:
             known = None if value in self.free else self._class(value).layout
             if known is not None and (wide := known.repeat_along(gone)) is not None: return wide

@@ -268,7 +268,7 @@ class Collective(Values):
         warps = [at for at in over if at >= LANE_BITS]
         at_once = every and not op.regions and not back and len(warps) > 1 and \
             {layout.threads[at] for at in warps} == set(bits[-len(warps):]) and \
-            len({id(each) for each in totals[0]}) << len(warps) <= MOST_AT_ONCE
+            len({id(each) for each in totals[0] if each is not None}) << len(warps) <= MOST_AT_ONCE
         for bit in bits[:-len(warps)] if at_once else bits:
             step = self._register_step if bit in layout.registers else partial(self._thread_step,
                                                                                bool(op.regions))
@@ -283,7 +283,7 @@ class Collective(Values):
         shared = self._share_over_warps(layout, totals, over, warps, dtype, self._over_places)
         place = self.threads.sum([(at, 1 << i) for i, at in enumerate(warps)])
         assert not isinstance(place, int)
-        known: dict[int, Part] = {}
+        known: dict[int, Part] = {id(None): None}
         for key, found in shared.items():
             before = found[0]
             for number, one in enumerate(found[1:-1], 1):
@@ -292,9 +292,12 @@ class Collective(Values):
         first = place == 0
         nothing = elements.constant(self.kb, neutral(op.attributes["fn"], dtype), dtype)
         if exact := dtype in REDUCED:
-            known = {key: self._if(first, [nothing], [one])[0] for key, one in known.items()}
-        made = [combine([known[id(total)]], [x]) for x, total in zip(state, totals, strict=True)]
-        return [(one if exact else self._if(first, [x], one))[0]
+            known = {key: None if one is None else self._if(first, [nothing], [one])[0]
+                     for key, one in known.items()}
+        made = [None if x is None else combine([known[id(total)]], [x])[0]
+                for x, total in zip(state, totals, strict=True)]
+        if exact: return made
+        return [None if x is None else self._if(first, [x], [one])[0]
                 for x, one in zip(state, made, strict=True)]
 
     def _register_step(self, combine: Combine, layout: Layout, shape: tuple[int, ...], axis: int, bit: int,

@@ -21,14 +21,16 @@ import contextlib
 import functools
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Value as Register
 from tinygrad_nv.tile.lanes import FLOAT16S, Lanes, kind_of
 from tinygrad_nv.tile.language.gpu import elements
+from tinygrad_nv.tile.language.gpu.arena import Access
 from tinygrad_nv.tile.language.gpu.collective import Collective
-from tinygrad_nv.tile.language.gpu.held import Held, Part, from_registers, map_parts
+from tinygrad_nv.tile.language.gpu.held import Held, Part, copy_held, from_registers, map_parts
 from tinygrad_nv.tile.language.gpu.layout import Layout, absent, extents
 from tinygrad_nv.tile.language.gpu.values import Values
 from tinygrad_nv.tile.language.ir import Op, Region, TensorParameter, Value, select_numbers
@@ -205,6 +207,7 @@ class Control(PartialSums):
         test, body = op.regions
         carried = Carried(self, body.arguments)
         carried.put(op.operands)
+        read: list[Access] = []     # by the condition, behind which the loop ends
 
         def condition() -> Register:
             self.scopes.push()
@@ -212,12 +215,13 @@ class Control(PartialSums):
             self.region(test)
             made = self.scalar(test.yields[0]).register()
             self.scopes.pop()
+            read.extend(self.arena.pending)
             return made
         mark = self.arena.mark()
         with self.kb.while_(condition):
             self._body(body, carried, body.arguments)
             self.arena.close(mark)
-        self.arena.leave(mark)
+        self.arena.leave(replace(mark, pending=[*mark.pending, *read]))
         carried.bind(op.results)
 
     def do_if(self, op: Op) -> None:
@@ -275,7 +279,9 @@ class Control(PartialSums):
         with branch:
             self.scopes.push()
             self.region(region)
-            parts = [each.parts for each in (test, self.value(region.yields[0], layout), other)]
+            # copies: what the branch converts of these the threads outside of it do not have
+            parts = [each.parts for each in (copy_held(test), self.value(region.yields[0], layout),
+                                             copy_held(other))]
             chosen = map_parts(lambda *each: elements.apply_row(self.kb, "where", each), *parts)
             self.scopes.put(result, Held(result.dtype, result.shape, layout, chosen))
             carried.put([result])

@@ -30,9 +30,9 @@ def _is_index(writer: Values, value: Value, axis: int) -> bool:
     maker, rank = writer.makers.get(value), len(value.shape)
     if maker is not None and maker.name == "broadcast":
         value, = maker.operands
-        padded = (1,) * (rank - len(value.shape)) + value.shape
-        if any(extent > 1 and i != axis for i, extent in enumerate(padded)): return False
         maker = writer.makers.get(value)
+    padded = (1,) * (rank - len(value.shape)) + value.shape
+    if any(extent > 1 and i != axis for i, extent in enumerate(padded)): return False
     while maker is not None and maker.name == "reshape": maker = writer.makers.get(maker.operands[0])
     return maker is not None and maker.name == "iota"
 
