@@ -69,7 +69,7 @@ def least(x, out):
 
 
 def test_indices_of_all_axes_are_not_places_along_one() -> None:
-    x = np.where(np.arange(64).reshape(8, 8) % 8 == np.arange(8)[:, None], 1, -1).astype(np.float32)
+    x = np.where(np.arange(64).reshape(8, 8) % 2, 1, -1).astype(np.float32)     # of each pair one
     for vector in (1, 8):
         checked(program(least, [ref("out", S32, 8, out=True), ref("x", F32, 8, 8)]),
                 TileSchedule(warps=1, vector=vector), x=x)
