@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.cpu.language.emitter import UNROLLED, Emitter
+from tinygrad_nv.cpu.language.emitter import Emitter
+from tinygrad_nv.cpu.language.text import UNROLLED
 from tinygrad_nv.cpu.language.views import View, vector
 from tinygrad_nv.tile.language.ir import Op, Value
 

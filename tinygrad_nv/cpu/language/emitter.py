@@ -13,45 +13,36 @@ the only reader of what it replaces, it is written in place.
 """
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.cpu.expression import cast_text, constant_text
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.language.grouping import Groups, is_in_place, keeps_columns
-from tinygrad_nv.cpu.language.views import View, array, vector
+from tinygrad_nv.cpu.language.text import Form, Text
+from tinygrad_nv.cpu.language.views import View, vector
 from tinygrad_nv.tile.expression import Constant, short
 from tinygrad_nv.tile.language.bounds import Facts
 from tinygrad_nv.tile.language.ir import STORES, Op, Program, Region, TensorParameter, Value
 from tinygrad_nv.tile.language.ranges import Ranges, uses
 from tinygrad_nv.tile.operations import LANGUAGE_OPERATIONS
 
-Form = str | View | Op
 COUNT = "m"          # the kernel's last integer, where rows are symbolic
-UNROLLED = 4         # vectors of a row
 CHEAP_NODES = 6      # of an element operation that is computed at each of its uses
 
 
-class Emitter:
+class Emitter(Text):
     """Writes the C of a program. `functions` are those that the text calls."""
 
     def __init__(self, program: Program, isa: ISA, ranges: Ranges, grouped: Groups) -> None:
-        self.program, self.isa, self.lanes = program, isa, isa.lanes
-        self.lines: list[str] = []
+        super().__init__(isa.lanes, any(op.name == "dot" for op in program.body.walk()))
+        self.program, self.isa = program, isa
         self.functions: list[str] = []
-        self.forms: dict[Value, Form] = {}
-        self.stack_bytes = 0
         self.uses: Counter[Value] = Counter()
         self.home: dict[Value, Region] = {}       # the region of a value's use, where there is one use
         self.targets: dict[Value, View] = {}      # arrays that values are written to, where that is known
-        self.memo: dict[Any, str] = {}
-        self.written_inside: list[tuple[Value, Form]] = []   # values that the innermost braces have as arrays
-        self.count = 0
-        self.dots = any(op.name == "dot" for op in program.body.walk())
         self.written = {op.attributes["tensor"] for op in program.body.walk() if op.name in STORES}
         self.region_now = program.body
         self.facts, self.ranges, self.users = Facts(program), ranges, uses(program.body)
@@ -72,66 +63,6 @@ class Emitter:
         for each in region.yields:
             self.uses[each] += 1
             self.home[each] = region
-
-    # **** text ****
-
-    def name(self, prefix: str = "x") -> str:
-        """A new name."""
-        self.count += 1
-        return f"{prefix}{self.count}"
-
-    def line(self, text: str) -> None:
-        """Appends a line."""
-        self.lines.append(text)
-
-    @contextlib.contextmanager
-    def braces(self, head: str) -> Iterator[None]:
-        """Lines inside the block are inside of `head { }`."""
-        outer, before = self.memo, self.written_inside
-        self.memo, self.written_inside = {}, []
-        self.line(f"{head} {{")
-        try: yield
-        finally:
-            self.line("}")
-            self.forms.update(self.written_inside)   # their arrays end here
-            self.memo, self.written_inside = outer, before
-
-    def variable(self, text: str, dtype: DType) -> str:
-        """A C variable of a vector."""
-        name = self.name()
-        self.line(f"const {vector(dtype)} {name} = {text};")
-        return name
-
-    def allocate(self, dtype: DType, shape: tuple[int, ...]) -> View:
-        """An array for a tile."""
-        view, declared, nbytes = array(self.name("t"), dtype, shape, self.lanes, self.dots)
-        self.stack_bytes += nbytes
-        self.line(declared)
-        return view
-
-    @contextlib.contextmanager
-    def loops(self, shape: Sequence[int]) -> Iterator[tuple[list[str], str]]:
-        """Loops over outer indices and over vectors of the last axis: their variables."""
-        with self.outer_loops(shape[:-1]) as outer:
-            column = self.name("j")
-            if shape[-1] <= self.lanes:
-                with self.braces(""): yield outer, "0"
-            else:
-                # the end of a short row is known where the loop is unrolled
-                if shape[-1] % self.lanes and shape[-1] < UNROLLED * self.lanes:
-                    self.line('_Pragma("clang loop unroll(full)")')
-                head = f"for (s64 {column} = 0; {column} < {shape[-1]}; {column} += W)"
-                with self.braces(head): yield outer, column
-
-    @contextlib.contextmanager
-    def outer_loops(self, shape: Sequence[int]) -> Iterator[list[str]]:
-        """Loops over all indices of some axes."""
-        with contextlib.ExitStack() as stack:
-            names = []
-            for extent in shape:
-                names.append(name := self.name("i"))
-                stack.enter_context(self.braces(f"for (s64 {name} = 0; {name} < {extent}; {name}++)"))
-            yield names
 
     # **** vectors of values ****
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tinygrad_nv.cpu.kernel import header
-from tinygrad_nv.cpu.language.emitter import Form
 from tinygrad_nv.cpu.language.grouping import Groups
+from tinygrad_nv.cpu.language.text import Form
 from tinygrad_nv.cpu.language.views import View
 from tinygrad_nv.table import align_columns
 from tinygrad_nv.tile.language.ir import Program, Value, name_values

@@ -146,7 +146,7 @@ class Assignment:
                     gone = tuple(extents(wide.shape).of_axis(op.attributes["axis"]))
                     self._class(wide).narrow += [(each, gone) for each in op.results]
             elif op.name == "scan" and is_by_threads(op):
-                self._class(op.results[0]).scanned = op.result.shape, op.attributes["axis"]
+                self._class(op.results[0]).scanned = op.results[0].shape, op.attributes["axis"]
             elif op.name in ("halves", "interleave"):
                 for each in op.operands:
                     if each not in self.free: self._class(op.result).narrow.append((each, (0,)))
