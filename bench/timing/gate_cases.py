@@ -138,7 +138,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "embedding_gradient": {
         "50304x768": table_gradient(50304, 768, 16384),
         "128256x4096 *": table_gradient(128256, 4096, 8192), "f32 *": table_gradient(50257, 768, 16384, F32)},
-    "threshold": {"top-p *": FilterSpec(16, 128256, Number.top_p)},
+    "threshold": {"top-p *": FilterSpec(16, 128256, Number.top_p),
+                  "top-p of 32000": FilterSpec(16, 32000, Number.top_p)},
     "counted_threshold": {"top-k": FilterSpec(16, 32000, Number.top_k, counted=True)},
     "choice": {"draw": ChoiceSpec(16, 32000)}, "count": {"16 tokens": CountSpec(16, 16, 32000)},
     "router": {"8 of 128": RouterSpec(16, 128, Policy(8, renormalize=True), BF16),

@@ -30,6 +30,7 @@ from tinygrad_nv.tile.programs import Blocks, Grid, TileProgram
 
 DETERMINISM_CLASS = OVER_ROWS
 THREADS, ELEMENTS = 256, 16     # of a program; of a thread's block at most, as registers have more than these
+HELD_BYTES = 64                 # of each row and thread at most that are held from one pass to the next
 DEEP = 4                        # elements of a block that a lane adds up; one with a soft-cap
 VECTOR_BYTES = 16
 CPU_LANES, CPU_DEEP = 64, 16
@@ -57,10 +58,15 @@ class Row:
     logits: TensorRef
     teacher: TensorRef | None
     out: TensorRef | None
+    held: tuple[Tile, ...] = ()     # logits, and the teacher's, of a row that is one block
+
+    def load(self, tensor: TensorRef, columns: Block) -> Tile:
+        """Elements of the row; -infinity beyond it."""
+        return tile.load(tensor, self.at, columns, other=-math.inf)
 
     def x(self, columns: Block, whole: bool = True) -> Tile:
         """x of logits; -infinity beyond the row, of columns that are not `whole`."""
-        x = value_of(self.spec.loss, tile.load(self.logits, self.at, columns, other=-math.inf))
+        x = value_of(self.spec.loss, self.held[0] if self.held else self.load(self.logits, columns))
         if whole or self.spec.loss.softcap is None: return x
         return tile.where(columns.indices < self.spec.size, x, -math.inf)
 
@@ -68,7 +74,7 @@ class Row:
         """x, and the teacher's logits by the temperature; -infinity beyond the row."""
         assert isinstance(self.spec, DistillationSpec)
         assert self.teacher is not None
-        taught = tile.cast(tile.load(self.teacher, self.at, columns, other=-math.inf), dtypes.float32)
+        taught = tile.cast(self.held[1] if self.held else self.load(self.teacher, columns), dtypes.float32)
         return self.x(columns, whole), divide(taught, self.spec.temperature)
 
 
@@ -82,7 +88,10 @@ def cross_entropy(spec: RowsSpec, blocks: Blocks, losses: TensorRef, logits: Ten
     begin = tile.program_id(2) * share if blocks.cluster > 1 else 0
     row = Row(spec, at, label, begin, tile.minimum(begin + share, spec.size), blocks.columns, blocks.lanes,
               blocks.cluster, logits, teacher, logits if spec.in_place else gradient)
-    read = replace(row, end=tile.where(ignored, begin, row.end))     # of an ignored row nothing is read
+    if spec.size <= blocks.columns and blocks.cluster == 1:
+        tensors = (logits,) if teacher is None else (logits, teacher)
+        row = replace(row, held=tuple(row.load(each, Block(0, blocks.columns)) for each in tensors))
+    read = replace(row, end=tile.where(ignored, begin, row.end))     # of an ignored row no more is read
     loss, slope_of, own = distill(read) if isinstance(spec, DistillationSpec) else classify(read)
     if row.out is not None:
         w = 1.0 if scale is None else scale[at]
@@ -96,6 +105,7 @@ def cross_entropy(spec: RowsSpec, blocks: Blocks, losses: TensorRef, logits: Ten
 def over(row: Row, step: Callable[[Block, bool, State], State], state: State = ()) -> State:
     """`step` of each block of a program's columns, whether all of it is there, and what it makes of the
     state."""
+    if row.held: return step(Block(0, row.size), row.spec.size == row.size, state)
     whole = row.spec.size // row.size * row.size
     for first in tile.range(row.begin, tile.minimum(row.end, whole), row.size):
         state = step(Block(first, row.size), True, state)
@@ -297,6 +307,9 @@ def cut(spec: RowsSpec, target: Any) -> Sequence[tuple[Blocks, int]]:
     if target.kind == "cpu": return [(Blocks(1, CPU_LANES * CPU_DEEP, lanes=CPU_LANES), 1)]
     wide = wide_of(spec)
     deep = min(DEEP, ELEMENTS // wide) if spec.loss.softcap is None else 1
+    one = -(-spec.size // (THREADS * wide))     # that make a row one block
+    size = max(spec.dtype.itemsize, spec.teacher.itemsize if isinstance(spec, DistillationSpec) else 0)
+    if one * wide * size <= HELD_BYTES: deep = one
     blocks = Blocks(1, THREADS * wide * deep, lanes=THREADS * wide)
     if spec.gradient is None or target.arch != "sm_90a": return [(blocks, THREADS // 32)]
     cluster = next((each for each in CLUSTERS if 4 * spec.size <= each * CLUSTER_BYTES), CLUSTERS[-1])
