@@ -369,9 +369,9 @@ def order_cut(spec: RouterSpec) -> tuple[int, int]:
     return (8192 // experts, 8) if spec.tokens <= 1024 else (64 if experts <= 256 else 32, 16)
 
 
-def problems(spec: RouterSpec, kind: str) -> list[str]:
+def problems(spec: RouterSpec | GroupRowsSpec, kind: str) -> list[str]:
     """Why a router has no kernel; empty when it has one."""
-    if kind == "cpu": return [f"{spec.experts} experts, at most {MOST_ON_CPU}"] * (spec.experts > MOST_ON_CPU)
+    if isinstance(spec, GroupRowsSpec) or kind == "cpu": return [f"{spec.experts} experts, at most {MOST_ON_CPU}"] * (spec.experts > MOST_ON_CPU)
     found = {"experts": spec.experts, "experts of a token": spec.policy.k, "groups": spec.policy.groups}
     return [f"{count} {name}, at most {MOST[name]}" for name, count in found.items() if count > MOST[name]]
 
@@ -396,4 +396,4 @@ PROGRAMS = (TileProgram("router", RouterSpec, route, grid, cut, lambda spec: spe
                         following=ARRANGE),
             TileProgram("group_rows", GroupRowsSpec, group_rows, lambda spec, blocks: (1, 1, 1),
                         lambda spec, target: [(Blocks(spec.tokens), 1)], lambda spec: spec.slots,
-                        kinds=("cpu",)))
+                        problems, kinds=("cpu",)))
