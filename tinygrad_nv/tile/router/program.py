@@ -371,7 +371,8 @@ def order_cut(spec: RouterSpec) -> tuple[int, int]:
 
 def problems(spec: RouterSpec | GroupRowsSpec, kind: str) -> list[str]:
     """Why a router has no kernel; empty when it has one."""
-    if isinstance(spec, GroupRowsSpec) or kind == "cpu": return [f"{spec.experts} experts, at most {MOST_ON_CPU}"] * (spec.experts > MOST_ON_CPU)
+    if isinstance(spec, GroupRowsSpec) or kind == "cpu":
+        return [f"{spec.experts} experts, at most {MOST_ON_CPU}"] * (spec.experts > MOST_ON_CPU)
     found = {"experts": spec.experts, "experts of a token": spec.policy.k, "groups": spec.policy.groups}
     return [f"{count} {name}, at most {MOST[name]}" for name, count in found.items() if count > MOST[name]]
 
