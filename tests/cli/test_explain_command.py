@@ -163,7 +163,7 @@ PROGRAM = """
 from tinygrad_nv.language import *
 
 @kernel(grid=lambda R, BM: (cdiv(R, BM),))
-def scaled(x: KTile["R", "N", f32], out: OTile["R", "N", f32], *, by: float = 2.0, BM: int = 4):
+def rescale(x: KTile["R", "N", f32], out: OTile["R", "N", f32], *, by: float = 2.0, BM: int = 4):
     rows = tile.block(tile.program_id(0) * BM, BM)
     out[rows, :] = x[rows, :] * by
 
@@ -178,8 +178,8 @@ def of_any(x: KTile["N"], out: OTile["N", f32]): out[0] = 0
 @pytest.fixture
 def program(tmp_path: Path) -> str:
     """A file with kernels, and the name of one."""
-    (tmp_path / "scaled.py").write_text(PROGRAM)
-    return f"{tmp_path / 'scaled.py'}:scaled"
+    (tmp_path / "rescale.py").write_text(PROGRAM)
+    return f"{tmp_path / 'rescale.py'}:rescale"
 
 
 @pytest.mark.parametrize("arch", [*ARCHITECTURES, "cpu"])
@@ -199,23 +199,23 @@ def test_a_kernel_of_a_file_as_a_table_of_its_passes(command, program: str, arch
 
 
 @pytest.mark.parametrize(("name", "words", "said"), [
-    ("scaled", ["--set", "R=50"], ['the shape of x: KTile["R", "N", f32]', "sizes of N", "--set N=64"]),
-    ("scaled", ["--set", "R=50", "--set", "N=4", "--set", "K=4"], ["K of kernel scaled", "some of R, N"]),
-    ("scaled", ["--set", "R=50", "--set", "N=4", "--pass", "c"], ["pass 'c'", "ptx (GPU)"]),
-    ("scaled", ["--set", "R=0", "--set", "N=4"], ["no elements"]),
-    ("scaled", ["--set", "R"], ["--set R", "NAME=VALUE"]),
-    ("other", [], ["has no kernel other", "one of scaled, with_cache, of_any"]),
+    ("rescale", ["--set", "R=50"], ['the shape of x: KTile["R", "N", f32]', "sizes of N", "--set N=64"]),
+    ("rescale", ["--set", "R=50", "--set", "N=4", "--set", "K=4"], ["K of kernel rescale", "some of R, N"]),
+    ("rescale", ["--set", "R=50", "--set", "N=4", "--pass", "c"], ["pass 'c'", "ptx (GPU)"]),
+    ("rescale", ["--set", "R=0", "--set", "N=4"], ["no elements"]),
+    ("rescale", ["--set", "R"], ["--set R", "NAME=VALUE"]),
+    ("other", [], ["has no kernel other", "one of rescale, with_cache, of_any"]),
     ("with_cache", ["--set", "S=8", "--set", "D=8"], ["argument cache of kernel", "kernel.passes(…)"]),
     ("of_any", ["--set", "N=8"], ["has no dtype", "add the dtype"])])
 def test_kernels_of_files_that_cannot_be_explained(command, program: str, name: str, words: list[str],
                                                    said: list[str]):
-    command("explain", "--program", program.replace(":scaled", f":{name}"), *words).refused(*said)
+    command("explain", "--program", program.replace(":rescale", f":{name}"), *words).refused(*said)
 
 
 # **** models ****
 
 def test_passes_of_a_model(command, tiny: Path):
-    """Of its kernels those that are programs."""
+    """Kernels of a record print passes where they are programs."""
     options = (tiny, "--device", "EMU", "--dtype", "bfloat16")
     found = command("explain", *options, "--pass", "layout").succeeded().out
     heads = re.findall(r"^// kernel (\d+) of \d+: (\w+) on EMU", found, re.M)

@@ -110,13 +110,13 @@ def test_promises_are_printed_and_then_left_out(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("NV_DEBUG", "1")
 
     @verify.numerics(bounded=(-10, 10))
-    def scaled(x: Any) -> Any: return x * 2
+    def twice(x: Any) -> Any: return x * 2
 
     @kernel(grid=lambda N: (cdiv(N, 64),))
-    def doubled(x: KTile["N", f32], out: OTile["N", f32]):
+    def double(x: KTile["N", f32], out: OTile["N", f32]):
         rows = tile.block(tile.program_id(0) * 64, 64)
-        out[rows] = scaled(x[rows])
-    found = sections(doubled.passes(Tensor.empty(100), arch="cpu"))
+        out[rows] = twice(x[rows])
+    found = sections(double.passes(Tensor.empty(100), arch="cpu"))
     assert "  promise %" in found["trace"]
     assert found["masks"].strip() == "no change"
     assert "  promise %" not in found["promises"]

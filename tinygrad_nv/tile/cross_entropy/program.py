@@ -2,7 +2,7 @@
 
     a program, or on Hopper a cluster for a long row, has a row; a row that is ignored is 0
         the logit of the row's class, read before anything is written
-        for each block of `LANES` lanes, of several elements each (Milakov and Gimelshein, arXiv 1805.02867):
+        for each block, of each lane's few elements (Milakov and Gimelshein, arXiv 1805.02867):
             m' = max(m, x);  s = s · e^(m - m') + Σ e^(x - m')
         of the row: m and s of its lanes, then of its programs, each s rescaled to the largest m
         the loss; then for each block the gradient, over its logits or beside them
@@ -33,11 +33,11 @@ THREADS, ELEMENTS = 256, 16     # of a program; of a thread's block at most, as 
 HELD_BYTES = 64                 # of each row and thread at most that are held from one pass to the next
 DEEP = 4                        # elements of a block that a lane adds up; one with a soft-cap
 VECTOR_BYTES = 16
-CPU_LANES, CPU_DEEP = 64, 16
-CLUSTER_BYTES = 72 << 10    # of a row on Hopper for each program of its cluster, of 8 at most: L2 then holds
-CLUSTERS = (1, 2, 4, 8)     # the rows of all SMs from one pass to the next
-LEAST = -3.4028234663852886e38
-NEAR_ONE = 1.5
+CPU_LANES, CPU_DEEP = 64, 16    # elements of a lane: exponentials that rescale its sum are 1 in 17
+# float32 of a row for each program of its cluster on Hopper: L2 then holds the rows of all SMs between passes
+CLUSTER_BYTES, CLUSTERS = 72 << 10, (1, 2, 4, 8)
+LEAST = -3.4028234663852886e38  # with which a maximum begins: differences of -infinity are NaN
+NEAR_ONE = 0.75, 1.5            # where logarithms are a series
 
 State = tuple[Tile, ...]
 Slope = Callable[[Block], Tile]
@@ -280,7 +280,7 @@ def log(x: Tile) -> Tile:
     t = s * s
     near = t * (2 / 9) + 2 / 7
     for power in (5, 3, 1): near = near * t + 2 / power
-    return tile.where((x > 0.75) & (x < NEAR_ONE), near * s, tile.log(x))
+    return tile.where((x > NEAR_ONE[0]) & (x < NEAR_ONE[1]), near * s, tile.log(x))
 
 
 # **** schedules ****

@@ -61,7 +61,7 @@ def test_numbers(name: str, target: GPU | CPU):
 @pytest.mark.parametrize(("arch", "cluster"), [("sm_90a", 2), ("sm_90a", 8)])
 @pytest.mark.parametrize("name", ["in place", "bf16, scaled", "distilled", "odd"])
 def test_long_rows(name: str, arch: str, cluster: int, monkeypatch: pytest.MonkeyPatch):
-    """As a row of hundreds of thousands has them: some programs of the cluster have no column here."""
+    """A cluster shares a row, and some of its programs have no column."""
     monkeypatch.setattr(program, "CLUSTERS", (cluster,))
     spec, target = SPECS[name], GPU(arch)
     given, schedule = storages(spec, 2), replace(TABLE.choose(spec, target), cluster=cluster)
@@ -69,7 +69,7 @@ def test_long_rows(name: str, arch: str, cluster: int, monkeypatch: pytest.Monke
 
 
 def test_sizes_that_int32_does_not_hold_are_refused():
-    """Of what is numbered by it; many classes are no list of them."""
+    """Elements are numbered by int32; a specification of many classes makes no list of them."""
     large = (1 << 31) - 5
     for target in TARGETS:
         assert TABLE.why_not(CrossEntropySpec(2, 1 << 30, F32), target) == ""

@@ -32,7 +32,7 @@ def weighted_sums(a: KTile["A", f32], b: KTile["B", f32], c: KTile["C", f32], or
 
 
 @kernel(grid=lambda N: (N,))
-def gathered(a: KTile["A", f32], b: KTile["B", f32], c: KTile["C", f32], order: KTile["N", int32],
+def gather_tensors(a: KTile["A", f32], b: KTile["B", f32], c: KTile["C", f32], order: KTile["N", int32],
              out: OTile["N", 256, f32]):
     i = tile.program_id(0)
     x = tile.select(order[i], (a, b, c))
@@ -40,7 +40,7 @@ def gathered(a: KTile["A", f32], b: KTile["B", f32], c: KTile["C", f32], order: 
 
 
 @kernel(grid=lambda: (2,))
-def doubled(x: OTile["X", f32], y: OTile["Y", f32], *, step: int = 128):
+def double_tensors(x: OTile["X", f32], y: OTile["Y", f32], *, step: int = 128):
     z = tile.select(tile.program_id(0), (x, y))
     for i in tile.range(0, z.shape[0], step): z[tile.block(i, 128)] = z[tile.block(i, 128)] * 2
 
@@ -55,7 +55,7 @@ def following(a: KTile["A", f32], b: KTile["B", f32], c: KTile["C", f32], order:
 
 
 @kernel(grid=lambda: (2,))
-def twice_named(x: OTile["X", f32], y: OTile["Y", f32]):
+def name_twice(x: OTile["X", f32], y: OTile["Y", f32]):
     z = tile.select(tile.program_id(0), (x, y))
     z[0] = x[1]
 
@@ -71,15 +71,15 @@ def given() -> list[Tensor]:
     return [Tensor(x, device="CPU").realize() for x in (*NUMBERS, ORDER)]
 
 
-def picked() -> list[int]: return [min(max(int(i), 0), 2) for i in ORDER]
+def pick_places() -> list[int]: return [min(max(int(i), 0), 2) for i in ORDER]
 
 
 @pytest.mark.parametrize("arch", ["interpreted", "CPU", "sm_80", "sm_90a"])
 def test_one_of_several(arch: str):
-    rows = np.stack([np.pad(NUMBERS[i], (0, 256 - LENGTHS[i])) for i in picked()])
-    sums = (rows.sum(1) + rows[:, 100] + rows[:, 101]) * [(2, 3, 5)[i] for i in picked()]
+    rows = np.stack([np.pad(NUMBERS[i], (0, 256 - LENGTHS[i])) for i in pick_places()])
+    sums = (rows.sum(1) + rows[:, 100] + rows[:, 101]) * [(2, 3, 5)[i] for i in pick_places()]
     next_ones = rows.reshape(-1, 4, 64)[:, 1:].sum(1)
-    for made, want in ((weighted_sums, sums), (gathered, rows), (following, next_ones)):
+    for made, want in ((weighted_sums, sums), (gather_tensors, rows), (following, next_ones)):
         np.testing.assert_array_equal(ran(made, arch), want)
 
 
@@ -106,7 +106,7 @@ def test_whole_blocks_are_not_guarded():
 @pytest.mark.parametrize(("step", "barriers"), [(128, 0), (64, 1)])
 def test_elements_of_one_thread_need_no_barrier(step: int, barriers: int):
     """Blocks at multiples of their size; others share elements."""
-    text = ptx(doubled, Tensor(NUMBERS[0]), Tensor(NUMBERS[1]), step=step)
+    text = ptx(double_tensors, Tensor(NUMBERS[0]), Tensor(NUMBERS[1]), step=step)
     assert min(text.count("bar.sync"), 1) == barriers
 
 
@@ -114,9 +114,9 @@ def test_elements_of_one_thread_need_no_barrier(step: int, barriers: int):
 @pytest.mark.parametrize("step", [128, 64])
 def test_in_place(arch: str, step: int):
     x, y = (Tensor(each, device="CPU").contiguous().realize() for each in NUMBERS[:2])
-    if arch == "CPU": found = [each.numpy() for each in doubled(x, y, step=step)]
+    if arch == "CPU": found = [each.numpy() for each in double_tensors(x, y, step=step)]
     else:
-        checked = doubled.check(x, y, arch=arch, step=step, emulator_seed=1)
+        checked = double_tensors.check(x, y, arch=arch, step=step, emulator_seed=1)
         assert not checked.findings, str(checked)
         found = [checked.outputs[name] for name in "xy"]
     for made, before in zip(found, NUMBERS, strict=False):
@@ -126,7 +126,7 @@ def test_in_place(arch: str, step: int):
 
 def test_errors():
     x, y = Tensor(NUMBERS[0]), Tensor(NUMBERS[1])
-    with pytest.raises(LanguageError, match="x, which is written, in several"): twice_named.program(x, y)
+    with pytest.raises(LanguageError, match="x, which is written, in several"): name_twice.program(x, y)
     with pytest.raises(LanguageError, match="one dtype"): unlike.program(x, y.cast(int32))
     with pytest.raises(LanguageError, match="chooses among tensors"):
         batch_program(weighted_sums.program(*given()), 2, [])

@@ -103,7 +103,7 @@ def test_tensors_may_have_the_names_of_choices() -> None:
 
 
 def test_rows_beyond_a_symbolic_number_are_not_read() -> None:
-    """By a program that has all of them."""
+    """A program that has all rows stops at the number that the kernel is given."""
     spec, target = GroupRowsSpec(8, 2, 4, True), host()
     run = load(TABLE.build(spec, TABLE.choose(spec, target), target))
     experts = np.array([[0, 1]] * 8, np.int32)

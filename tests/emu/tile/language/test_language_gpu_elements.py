@@ -297,7 +297,7 @@ def extremes(x, y, o, p):
 @pytest.mark.parametrize("warps", [1, 4, 16, 32])
 @pytest.mark.parametrize("n", [1, 32, 1000])
 def test_words_of_a_warp_are_reduced_at_once(n: int, warps: int) -> None:
-    """Of all lanes by redux.sync, with signs and without, and of many warps again."""
+    """Lanes are reduced by redux.sync, with signs and without, and many warps once again."""
     from tinygrad_nv.tile.language.gpu import build
     from tinygrad_nv.tile.template import GPU
     random, schedule = np.random.default_rng(n), TileSchedule(warps=warps)

@@ -95,7 +95,7 @@ def test_lists_are_used_where_they_have_the_mass(room: int, spoilt: tuple[str, s
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("size", [513, 2600])
 def test_the_largest_are_counted_wherever_they_lie(size: int, arch: str, monkeypatch: pytest.MonkeyPatch):
-    """Of rows that registers hold, of others, and of others whose largest share a place of blocks."""
+    """Rows are held in registers, or are not, or have several of their largest at one place of blocks."""
     monkeypatch.setattr(counting, "THREADS", 128)
     x, targets, kept = counted_rows(size, 512)
     found = filtered(FilterSpec(len(x), size, Number.top_k, True), x, x, targets, arch)

@@ -41,9 +41,9 @@ class Access:
 
 @dataclass(frozen=True)
 class Mark:
-    """Accesses ahead of a loop, and those of its body, of which a barrier may be behind some."""
+    """Accesses ahead of a loop, and those in it, of which a barrier may be behind some."""
     pending: list[Access]
-    body: list[Access]
+    inside: list[Access]
     copying: bool
 
 
@@ -56,7 +56,7 @@ class Arena:
         self.used: list[tuple[int, int]] = []
         self.nbytes = 0
         self.pending: list[Access] = []
-        self.bodies: list[list[Access]] = []    # accesses of the loops that are being written
+        self.loops: list[list[Access]] = []     # accesses in the loops that are being written
         self.copying = False        # copies by cp.async have not been waited for
         self.unfenced = False       # writes that wgmma will read have no fence
         self.barrier: tuple[int, ...] = ()      # of all threads; else its number and how many there are
@@ -140,20 +140,20 @@ class Arena:
         """Notes what this thread does from here on, in any order: a barrier for one is a barrier ahead of
         all."""
         if any(one.conflicts(other) for one in each for other in self.pending): self.sync()
-        for noted in (self.pending, *self.bodies): noted += [one for one in each if one not in noted]
+        for noted in (self.pending, *self.loops): noted += [one for one in each if one not in noted]
 
     def mark(self) -> Mark:
         """Returns a mark where a loop begins."""
-        self.bodies.append([])
-        return Mark(list(self.pending), self.bodies[-1], self.copying)
+        self.loops.append([])
+        return Mark(list(self.pending), self.loops[-1], self.copying)
 
     def close(self, mark: Mark) -> None:
         """The end of a loop's body: the next iteration follows."""
-        if any(one.conflicts(other) for one in self.pending for other in mark.body): self.sync()
+        if any(one.conflicts(other) for one in self.pending for other in mark.inside): self.sync()
 
     def leave(self, mark: Mark) -> None:
         """Notes the end of a loop, whose body may have run no time at all."""
-        self.bodies = [each for each in self.bodies if each is not mark.body]
+        self.loops = [each for each in self.loops if each is not mark.inside]
         self.pending += [each for each in mark.pending if each not in self.pending]
         self.copying = self.copying or mark.copying
 

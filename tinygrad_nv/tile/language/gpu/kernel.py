@@ -53,9 +53,8 @@ def problems(program: Program, schedule: TileSchedule, gpu: GPU, pdl: bool = Fal
 
 def build(program: Program, schedule: TileSchedule, gpu: GPU, pdl: bool = False) -> TileKernel:
     """The kernel of a program without problems; parameters are its tensors in their order, then its rows
-    where they are symbolic. `pdl`: on Hopper
-    it may be launched before the kernel ahead of it has ended, for which it waits itself. Raises
-    `ScheduleError` with the problems of one that has some."""
+    where they are symbolic. `pdl`: on Hopper it may be launched before the kernel ahead of it has ended, for
+    which it waits itself. Raises `ScheduleError` with the problems of one that has some."""
     made, refused = _write(_Key(program), schedule, gpu.arch, gpu.sm_count, pdl)
     if made is None:
         raise ScheduleError("; ".join(refused), "a schedule that the GPU has room for",

@@ -27,8 +27,6 @@ from tinygrad_nv.tile.language.ir import Op, TensorParameter, Value
 REPLACED = 16       # bytes of a store below which a large tile changes its layout first
 SECTOR = 32         # bytes of memory that are written at once: lanes side by side that fill them are as good
 LARGE = 2048        # elements of a large tile
-
-
 BLOCKS = ("load_block", "store_block")
 FEW_PROGRAMS = 264  # of a kernel that prefetches: more have what all read in L2 by others
 LINE = 128
