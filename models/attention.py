@@ -66,7 +66,9 @@ class Attention:
         self.config, self.window, self.rope = config, config.windows[index], config.rope_indices[index]
         self.scale = config.head_dim ** -0.5 if config.attention_scale is None else config.attention_scale
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.qkv = Linear(config.hidden_size, q + 2 * kv, config.qkv_bias, dtype, device)
+        # with a gate each head's rows of queries are followed by those of its gate
+        self.gated, queries = config.gated_attention, q * (1 + config.gated_attention)
+        self.qkv = Linear(config.hidden_size, queries + 2 * kv, config.qkv_bias, dtype, device)
         self.chunked, self.sinks = config.chunked and self.window is not None, None
         if config.sinks: self.sinks = Tensor.empty(config.num_heads, dtype=dtypes.float32, device=device)
         self.temperature = config.temperature if self.rope is None else None
@@ -81,7 +83,7 @@ class Attention:
         """Its matrices as a checkpoint stores them."""
         c, names = self.config, self.config.names
         q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        return [(self.qkv, names.qkv, (q, kv, kv)), (self.output, (names.output,), (c.hidden_size,))]
+        return [(self.qkv, names.qkv, (q * (1 + self.gated), kv, kv)), (self.output, (names.output,), (c.hidden_size,))]
 
     @property
     def norms(self) -> dict[str, RMSNorm]:
@@ -122,16 +124,23 @@ class Attention:
         means = parallel.mean(squares, f"layers.{self.index}.norms")
         return self.q_norm(q, means[..., :1]), self.k_norm(k, means[..., 1:])
 
-    def project(self, x: Tensor, batch: DenseBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, hidden) to rotated q (B, H, T, D) and k, v (B, H_kv, T, D)."""
-        both = self.qkv(x)
+    def take_gate(self, heads: Tensor) -> tuple[Tensor, Tensor | None]:
+        """q|k|v (B, T, …) of a projection that may have gates: of each head its query, then its gate."""
+        if not self.gated: return heads, None
+        c, (B, T, width) = self.config, heads.shape
+        q, rest = heads.split([both := 2 * c.num_heads * c.head_dim, int(width) - both], dim=-1)
+        q, gate = (each.reshape(B, T, -1) for each in q.reshape(B, T, c.num_heads, 2, c.head_dim).split(1, 3))
+        return q.cat(rest, dim=-1), gate
+
+    def project(self, both: Tensor, batch: DenseBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """q|k|v (B, T, …) to rotated q (B, H, T, D) and k, v (B, H_kv, T, D)."""
         if TRAINING and self.rope is not None and self.plain: return self.rotate_heads(both, batch, self.rope)
         q, k, v = (each.transpose(1, 2) for each in self.split(both.contiguous_backward()))
         if self.rope is not None:
-            cos, sin = batch.rope_rows(self.rope, x.shape[1])
+            cos, sin = batch.rope_rows(self.rope, both.shape[1])
             q, k = (rotate(each, cos, sin, self.config.rope_interleaved) for each in (q, k))
         if self.temperature is not None:
-            q = self.temperature.apply(q, batch.positions(x.shape[1]).unsqueeze(-1))
+            q = self.temperature.apply(q, batch.positions(both.shape[1]).unsqueeze(-1))
         return q.contiguous(), k, v
 
     @property
@@ -152,12 +161,13 @@ class Attention:
         places = Tensor.arange(q.shape[axis]) + start
         return self.temperature.apply(q, places.reshape(-1, *(1,) * (q.ndim - axis - 1)))
 
-    def append(self, x: Tensor, batch: DenseBatch,
+    def append(self, heads: Tensor, batch: DenseBatch,
                cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated q (B, H, T, D); keys and values (B, H_kv, start + T, D), those of x in the cache too."""
-        start, end = batch.start, batch.start + x.shape[1]
-        if batch.lengths is not None and takes_kv_append(x):
-            q, k, v = self.split(self.qkv(x).contiguous())
+        """Rotated q (B, H, T, D); keys and values (B, H_kv, start + T, D), those of q|k|v in the cache
+        too."""
+        start, end = batch.start, batch.start + heads.shape[1]
+        if batch.lengths is not None and takes_kv_append(heads):
+            q, k, v = self.split(heads.contiguous())
             # new Tensors over the same storage, so that reads depend on the appends
             keys, values = (Tensor(each.uop) for each in cache)
             tables = None if self.rope is None else batch.ropes[self.rope]
@@ -165,7 +175,7 @@ class Attention:
                                        interleaved=self.config.rope_interleaved)
             q = self.apply_temperature(q, start, 1)
             return q.transpose(1, 2), keys[:, :, :end], values[:, :, :end]
-        q, *new = self.project(x, batch)
+        q, *new = self.project(heads, batch)
         written = [Tensor(old.uop.after(old[:, :, start:end].uop.store(each.uop)))
                    for old, each in zip(cache, new, strict=True)]
         return q, written[0][:, :, :end], written[1][:, :, :end]
@@ -233,29 +243,33 @@ class Attention:
 
     def __call__(self, x: Tensor, batch: DenseBatch | PagedBatch | PackedBatch,
                  cache: Cache | None) -> Tensor:
+        heads, gate = self.take_gate(self.qkv(x))
+        made = self.mix(heads, batch, cache)
+        return self.output(made if gate is None else (made * gate.sigmoid()).contiguous())
+
+    def mix(self, heads: Tensor, batch: DenseBatch | PagedBatch | PackedBatch, cache: Cache | None) -> Tensor:
+        """Attention of q|k|v (B, T, …): (B, T, H·D)."""
         if isinstance(batch, PagedBatch):
             assert isinstance(cache, LayerPages)
-            c, rope, (q, k, v) = self.config, self.rope, self.split(self.qkv(x).contiguous())
+            c, rope, (q, k, v) = self.config, self.rope, self.split(heads.contiguous())
             if rope is not None and batch.token_ropes is not None:
                 rows, rope = batch.token_ropes[rope], None
                 q, k = (rotate(each[0], *rows).unsqueeze(0).contiguous() for each in (q, k))
             how = AttentionKind(rope, self.window, self.scale, c.softcap, self.chunked, self.sinks,
                                 c.rope_interleaved, self.temperature)
-            return self.output(batch.attend(q, k, v, cache, how))
-        if isinstance(batch, PackedBatch):
-            return self.output(self.attend_packed(*self.split(self.qkv(x).contiguous()), batch))
+            return batch.attend(q, k, v, cache, how)
+        if isinstance(batch, PackedBatch): return self.attend_packed(*self.split(heads.contiguous()), batch)
+        T = int(heads.shape[1])
         if cache is not None:
             assert isinstance(cache, tuple)
-            mask = self.mask(int(x.shape[1]), batch.start)
-            return self.output(self.attend(*self.append(x, batch, cache), mask, True))
-        q, k, v = self.project(x, batch)
+            return self.attend(*self.append(heads, batch, cache), self.mask(T, batch.start), True)
+        q, k, v = self.project(heads, batch)
         k, v = k.contiguous(), v.contiguous()
         if batch.part is not None:
             made = batch.part.attend(q, k, v, self.config.attention_scale, self.config.softcap)
-            return self.output(made.transpose(1, 2).reshape(*x.shape[:2], -1).contiguous())
+            return made.transpose(1, 2).reshape(*heads.shape[:2], -1).contiguous()
         documents, ours = batch.documents, takes_matmuls(q, False)
-        if documents is not None and ours: return self.output(self.within(q, k, v, documents))
-        if documents is None and ours and not self.chunked: return self.output(self.flash(q, k, v))
-        mask = self.mask(int(x.shape[1]), batch.start) if documents is None else \
-            documents.mask(self.window, self.chunked)
-        return self.output(self.attend(q, k, v, mask, False))
+        if documents is not None and ours: return self.within(q, k, v, documents)
+        if documents is None and ours and not self.chunked: return self.flash(q, k, v)
+        mask = self.mask(T, batch.start) if documents is None else documents.mask(self.window, self.chunked)
+        return self.attend(q, k, v, mask, False)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tinygrad.dtype import DType
+
 from tinygrad_nv import files
 from tinygrad_nv.errors import ModelError, brief, shorten
 from tinygrad_nv.files import MAX_JSON_BYTES
@@ -23,6 +25,7 @@ from .families import FAMILIES
 from .families.family import Family
 from .fields import Fields, activation
 from .layer_config import LLAMA_NAMES, LatentConfig, MoEConfig, Names, Temperature
+from .mixers.config import MixerConfig
 from .model_types import architectures_of
 from .multimodal import language_config
 from .rope import RopeConfig, distinct, rope_config, rope_parameters
@@ -51,7 +54,8 @@ class ModelConfig:
     `sinks` are a logit of each head beside those of keys. With `rope_interleaved` adjacent elements of a head
     are rotated together, in float32; layers without rope have the `temperature`. With `latent` keys and
     values are computed of latents, and `head_dim` is that of queries. A checkpoint's `draft_layers` after the
-    others are not read. Unless `causal` tokens attend in both directions, and a window is as wide on either
+    others are not read. Layers with an entry in `mixers` have that in the place of attention (models/mixers/).
+    With `gated_attention` queries come with a gate for each of their elements. Unless `causal` tokens attend in both directions, and a window is as wide on either
     side (embedding models). `output_bias` is the bias of the attention's output projection, `quantization`
     the quantization_config.
     """
@@ -87,6 +91,8 @@ class ModelConfig:
     temperature: Temperature | None = None
     moe: MoEConfig | None = None
     latent: LatentConfig | None = None
+    mixers: tuple[MixerConfig | None, ...] = ()
+    gated_attention: bool = False
     draft_layers: int = 0
     causal: bool = True
     names: Names = LLAMA_NAMES
@@ -104,6 +110,34 @@ class ModelConfig:
         """Index of each layer's rope among `distinct_ropes`."""
         return tuple(None if each is None else self.distinct_ropes.index(each) for each in self.ropes)
 
+    def mixer(self, layer: int) -> MixerConfig | None:
+        """What a layer has in the place of attention; None: attention."""
+        return self.mixers[layer] if self.mixers else None
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that have attention, and so keys and values of each token."""
+        return tuple(i for i in range(self.num_layers) if self.mixer(i) is None)
+
+    @property
+    def attention_windows(self) -> tuple[int | None, ...]:
+        """The windows of the layers that have attention."""
+        return tuple(self.windows[i] for i in self.attention_layers)
+
+    def state_shapes(self, dtype: DType) -> dict[int, tuple[tuple[tuple[int, ...], DType], ...]]:
+        """Shapes and dtypes of the states of a sequence, by layer, in a model of a dtype."""
+        return {i: tuple((each.shape, each.dtype or dtype) for each in mixer.states)
+                for i, mixer in enumerate(self.mixers) if mixer is not None}
+
+    def state_bytes(self, dtype: DType) -> int:
+        """Bytes of a sequence's states in all layers."""
+        return sum(each.nbytes(dtype) for mixer in self.mixers if mixer is not None for each in mixer.states)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layer keeps a state of each sequence."""
+        return any(each is not None for each in self.mixers)
+
     @property
     def kv_shape(self) -> KVShape:
         """Shape of a token's keys and values in the cache of one layer."""
@@ -113,7 +147,9 @@ class ModelConfig:
     @property
     def attention_width(self) -> int:
         """Elements of a token's queries, keys and values in one layer."""
-        if self.latent is None: return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        if self.latent is None:
+            made = (self.num_heads * (1 + self.gated_attention) + 2 * self.num_kv_heads) * self.head_dim
+            return max([made, *(each.width for each in self.mixers if each is not None)])
         # queries, absorbed ones and what is weighted; the cache's vector
         each = self.latent.head + self.latent.width + self.latent.rank
         return self.num_heads * each + self.latent.width
@@ -126,17 +162,20 @@ class ModelConfig:
             return made + self.hidden_size * (self.num_heads * self.latent.value + self.output_bias)
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         made = self.hidden_size * (2 * q + 2 * kv + self.output_bias) + (q + 2 * kv) * self.qkv_bias
+        made += q * self.gated_attention * (self.hidden_size + self.qkv_bias)
         made += self.num_heads * self.sinks
         return made + {"": 0, "unit": 0, "head": 2 * self.head_dim, "all": q + kv}[self.qk_norm]
 
     @property
     def parameters(self) -> int:
         """Number of parameters, tied ones counted once."""
-        layer = self._attention_parameters + self.hidden_size * len(self.names.norms)
+        mixing = len(self.attention_layers) * self._attention_parameters
+        mixing += sum(each.parameters(self.hidden_size) for each in self.mixers if each is not None)
+        norms = self.hidden_size * len(self.names.norms)
         dense = 3 * self.hidden_size * self.intermediate_size
         dense += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
         mixtures = 0 if self.moe is None else sum(self.moe.layers)
-        made = self.num_layers * layer + (self.num_layers - mixtures) * dense
+        made = mixing + self.num_layers * norms + (self.num_layers - mixtures) * dense
         if self.moe is not None:
             made += mixtures * self.moe.parameters(self.hidden_size)
             shared = 2 * self.moe.shared_width + self.hidden_size if self.moe.shared_width else 0

@@ -17,7 +17,8 @@ Position: TypeAlias = int | UOp
 
 @dataclass(frozen=True)
 class DenseKVCache:
-    """Keys and values of every layer: two tensors of shape (B, H_kv, capacity, D) each, or one (latents).
+    """Keys and values of every layer: two tensors of shape (B, H_kv, capacity, D) each, or one (latents); the
+    states of layers that have such, (B, …) each.
 
     Uninitialised: attention reads [0, end) only, and everything before `end` has been written. A CPU
     therefore holds pages in memory as they are used.
@@ -29,10 +30,13 @@ class DenseKVCache:
                device: str | None = None) -> DenseKVCache:
         """A cache for `capacity` tokens in each of `batch` sequences."""
         shape = config.kv_shape
-        def create_layer() -> tuple[Tensor, ...]:
+        def create_layer(layer: int) -> tuple[Tensor, ...]:
+            if (mixer := config.mixer(layer)) is not None:
+                return tuple(Tensor.empty(batch, *each.shape, dtype=each.dtype or dtype, device=device)
+                             for each in mixer.states)
             return tuple(Tensor.empty(batch, shape.heads, capacity, width, dtype=dtype, device=device)
                          for width in (shape.keys, shape.values) if width)
-        return DenseKVCache(tuple(create_layer() for _ in range(config.num_layers)))
+        return DenseKVCache(tuple(create_layer(i) for i in range(config.num_layers)))
 
     @property
     def tensors(self) -> list[Tensor]:

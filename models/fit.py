@@ -89,14 +89,15 @@ def _in_stack(stack: Stack, entries: Entries) -> Iterator[str]:
 def decoder_sizes(c: ModelConfig) -> Module:
     """The sizes of a decoder."""
     hidden, names = ("hidden_size", c.hidden_size), c.names
-    tensors: Shapes = {EMBEDDING: (("vocab_size", c.vocab_size), hidden), "model.norm.weight": (hidden,)}
+    tensors: Shapes = {EMBEDDING: (("vocab_size", c.vocab_size), hidden), f"{names.last_norm}.weight": (hidden,)}
     if not c.tied: tensors[HEAD] = tensors[EMBEDDING]
-    attention = {**_attention(c, hidden), **{f"{name}.weight": (hidden,) for name in names.norms}}
-    dense = Module({**attention, **_dense(c, hidden)})
-    mixture = _mixture(c, attention, hidden)
+    norms: Shapes = {f"{name}.weight": (hidden,) for name in names.norms}
 
     def layer(number: int) -> Module:
-        return mixture if c.moe is not None and c.moe.layers[number] else dense
+        mixer = c.mixer(number)
+        own = _attention(c, hidden) if mixer is None else mixer.sizes(c.hidden_size)
+        if c.moe is not None and c.moe.layers[number]: return _mixture(c, {**own, **norms}, hidden)
+        return Module({**own, **norms, **_dense(c, hidden)})
     return Module(tensors, (Stack("model.layers.", "num_hidden_layers", c.num_layers, layer,
                                   c.draft_layers),))
 
@@ -116,8 +117,9 @@ def _attention(c: ModelConfig, hidden: Extent) -> Shapes:
         return {**made, "self_attn.q_a_proj.weight": (q_rank, hidden),
                 "self_attn.q_b_proj.weight": (query, q_rank)}
     q = "num_attention_heads × head_dim", c.num_heads * c.head_dim
+    given = (f"2 × {q[0]}", 2 * q[1]) if c.gated_attention else q
     kv = "num_key_value_heads × head_dim", c.num_kv_heads * c.head_dim
-    rows = (q, kv, kv) if len(names.qkv) == 3 else \
+    rows = (given, kv, kv) if len(names.qkv) == 3 else \
         (("(num_attention_heads + 2 × num_key_value_heads) × head_dim", q[1] + 2 * kv[1]),)
     return {f"{names.output}.weight": (hidden, q),
             **{f"{name}.weight": (each, hidden) for name, each in zip(names.qkv, rows, strict=True)}}

@@ -128,6 +128,8 @@ class Names:
     fused: str = ""
     shared_expert: str = "mlp.shared_expert"
     sinks: str = "self_attn.sinks"
+    last_norm: str = "model.norm"       # after all layers
+    unread: tuple[str, ...] = ()        # how names of tensors begin that are for something else
 
     @property
     def norms(self) -> tuple[str, ...]:

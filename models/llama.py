@@ -36,6 +36,7 @@ from .config import ModelConfig
 from .dense import DenseBatch, DenseKVCache, Position
 from .feed_forward import FeedForward, MixtureOfExperts
 from .latent import LatentAttention
+from .mixers import Mixer, make_mixer
 from .layers import InsertedRows, RMSNorm, lookup_quantised, multiply
 from .paged import PackedBatch, PagedBatch, RopeTables, rope_tables
 
@@ -52,8 +53,10 @@ class Block:
         def norm(name: str) -> RMSNorm | None:
             return RMSNorm.of(config.hidden_size, config, dtype, device) if name else None
         self.config, self.parallel, self.index, names = config, parallel, index, config.names
-        self.attention: Attention | LatentAttention
-        if config.latent is None: self.attention = Attention(config, index, dtype, device, parallel)
+        self.attention: Attention | LatentAttention | Mixer
+        if (mixer := config.mixer(index)) is not None:
+            self.attention = make_mixer(config, mixer, dtype, device)
+        elif config.latent is None: self.attention = Attention(config, index, dtype, device, parallel)
         else: self.attention = LatentAttention(config, config.latent, index, dtype, device)
         self.feed_forward: FeedForward | MixtureOfExperts
         if (moe := config.moe) is not None and moe.layers[index]:

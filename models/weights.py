@@ -87,7 +87,7 @@ def slots(model: Llama) -> dict[str, WeightSlice]:
     out, stage = dict[str, WeightSlice](), model.parallel
     embeds, ends = stage is None or stage.first, stage is None or stage.last
     if embeds or (c.tied and ends): out[EMBEDDING] = _of_vocabulary(model, model.embedding)
-    if ends: out["model.norm.weight"] = _whole(model.norm.weight)
+    if ends: out[f"{c.names.last_norm}.weight"] = _whole(model.norm.weight)
     if ends and not c.tied: out[HEAD] = _of_vocabulary(model, model.head)
     for i, block in enumerate(model.blocks):
         layer, attention, names = f"model.layers.{i}", block.attention, c.names
@@ -99,6 +99,7 @@ def slots(model: Llama) -> dict[str, WeightSlice]:
             if norm is not None: out[f"{layer}.{name}.weight"] = _whole(norm.weight)
         if isinstance(attention, Attention) and attention.sinks is not None:
             out[f"{layer}.{names.sinks}"] = _whole(attention.sinks)
+        for name, tensor in getattr(attention, "tensors", {}).items(): out[f"{layer}.{name}"] = _whole(tensor)
         if isinstance(block.feed_forward, MixtureOfExperts): out |= _experts(model, i, block.feed_forward)
         for each in projections(model, i):
             out[f"{each.name}.weight"] = WeightSlice(each.linear.weight, each.first, each.shape)
@@ -318,8 +319,10 @@ def read_again(model: Llama, directory: Path) -> int:
 
 
 def _without_draft_layers(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Without layers that predict further tokens (MTP), which stand after the others and are not read."""
+    """Without layers that predict further tokens (MTP), which stand after the others, or beside them, and
+    are not read."""
     after = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.draft_layers))
+    after += config.names.unread
     return {name: entry for name, entry in entries.items() if not name.startswith(after)}
 
 

@@ -7,7 +7,8 @@ Tensor method of that name is the same function: `q.scaled_dot_product_attention
 model trains with flash attention, forward and backward, without a change (`method`).
 
 `kv_append` and `paged_attention` are a decoder's steps over keys and values in pages, `latent_attention` one
-over latents (MLA), `varlen_attention` is for sequences that lie one after the other, `document_attention` for
+over latents (MLA), `linear_attention` one of layers that keep a state for each sequence, and
+`causal_conv` their short convolutions, `varlen_attention` is for sequences that lie one after the other, `document_attention` for
 documents that are packed into rows of a batch, as training has them, `fp8_attention` for operands of 8 bits
 with scales, `fp8_linear` a linear layer whose three matmuls of training are in FP8,
 `embedding` for rows of a table by number, `quant_matmul` for a quantised
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from tinygrad_nv.patterns.attention.fp8 import fp8_attention
     from tinygrad_nv.patterns.attention.functions import scaled_dot_product_attention
     from tinygrad_nv.patterns.attention.varlen import document_attention, varlen_attention
+    from tinygrad_nv.patterns.causal_conv import causal_conv
     from tinygrad_nv.patterns.conv import convolution
     from tinygrad_nv.patterns.cross_entropy.functions import (
         cross_entropy,
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from tinygrad_nv.patterns.grouped_gemm.outer import grouped_outer
     from tinygrad_nv.patterns.grouped_gemm.scaled import scaled_grouped_matmul
     from tinygrad_nv.patterns.kv_append.named import kv_append
+    from tinygrad_nv.patterns.linear_attention import linear_attention
     from tinygrad_nv.patterns.lora import lora_added
     from tinygrad_nv.patterns.norm.gated import gate_up
     from tinygrad_nv.patterns.norm.group import group_norm
@@ -80,6 +83,7 @@ __all__ = [
     "Fp8Linear",
     "Policy",
     "Routing",
+    "causal_conv",
     "convolution",
     "cross_entropy",
     "dispatch",
@@ -96,6 +100,7 @@ __all__ = [
     "grouped_outer",
     "kv_append",
     "latent_attention",
+    "linear_attention",
     "linear_cross_entropy",
     "linear_distillation",
     "lora_added",
@@ -124,6 +129,7 @@ LATER = {
     "patterns.attention.fp8": "fp8_attention",
     "patterns.attention.functions": "scaled_dot_product_attention",
     "patterns.attention.varlen": "document_attention varlen_attention",
+    "patterns.causal_conv": "causal_conv",
     "patterns.conv": "convolution",
     "patterns.cross_entropy.functions": "cross_entropy distillation linear_cross_entropy linear_distillation",
     "patterns.decode.paged": "latent_attention paged_attention",
@@ -134,6 +140,7 @@ LATER = {
     "patterns.grouped_gemm.outer": "grouped_outer",
     "patterns.grouped_gemm.scaled": "scaled_grouped_matmul",
     "patterns.kv_append.named": "kv_append",
+    "patterns.linear_attention": "linear_attention",
     "patterns.lora": "lora_added",
     "patterns.norm.gated": "gate_up",
     "patterns.norm.group": "group_norm",

@@ -15,6 +15,7 @@ from tinygrad_nv.engine.executor.plan import RunnerPlan
 from tinygrad_nv.engine.speculation.ngram import NgramProposer
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.kvcache.pool import PagePool
+from tinygrad_nv.kvcache.state_table import StatePages
 
 if TYPE_CHECKING:
     from tinygrad_nv.engine.speculation.draft_model import DraftModelFiles, DraftModelProposer
@@ -39,8 +40,11 @@ class EnginePlan:
 
     def open(self, plan: RunnerPlan, runner: ModelRunner) -> OpenEngine:
         """The engine over a runner of this plan."""
+        states = None
+        if plan.num_states:
+            states = StatePages(plan.num_states, plan.max_seqs, plan.page_size, self.sharing)
         pool = PagePool(plan.num_pages, plan.page_size, host_pages=plan.host_pages, sharing=self.sharing,
-                        windows=plan.groups.windows)
+                        windows=plan.groups.windows, states=states)
         draft = None if self.draft is None else self.draft.load(runner, plan.max_batched_tokens)
         proposer = draft or (NgramProposer() if self.config.num_speculative_tokens else None)
         return OpenEngine(EngineCore(runner, pool, self.config, proposer), draft)

@@ -46,6 +46,7 @@ from tinygrad_nv.engine.loading import (
 )
 from tinygrad_nv.engine.lora.request import LoRAConfig
 from tinygrad_nv.engine.lora.serving import ServedAdapters, open_adapters
+from tinygrad_nv.engine.memory_planning import state_pages
 from tinygrad_nv.engine.metrics import Latencies, Metric, metrics
 from tinygrad_nv.engine.sampling import MAX_LOGPROBS, SamplingParams, fresh_seed
 from tinygrad_nv.engine.scheduling.request import Request
@@ -222,10 +223,11 @@ class LLM(GenerationMethods, PoolingMethods):
         how = EnginePlan(engine, o.enable_prefix_caching, draft, o.tokenizer or self.directory)
         plan = RunnerPlan(self.directory, self.config, self.dtype.name, self.device, self.length, 0,
                           o.page_size, o.max_num_seqs, o.max_num_batched_tokens, o.kv_cache_dtype, 0,
-                          cache_groups(self.config.windows, self.length, o.page_size),
+                          cache_groups(self.config.attention_windows, self.length, o.page_size),
                           # float32 that is asked for by name stays what it is
                           speculation is not None, o.dtype == "auto", o.tensor_parallel_size,
-                          o.pipeline_parallel_size, o.enable_expert_parallel)
+                          o.pipeline_parallel_size, o.enable_expert_parallel,
+                          state_pages(self.config, self.dtype, o.max_num_seqs, o.enable_prefix_caching))
         page_bytes = o.page_size * token_bytes_of(0, plan, draft)
         asked = o.num_pages
         if asked is None and o.kv_cache_bytes is not None: asked = o.kv_cache_bytes // page_bytes

@@ -79,7 +79,7 @@ def context_length(config: ModelConfig, dtype: DType, requested: int | None) -> 
             raise ModelError(f"max_model_len is {requested}",
                              f"2 to {config.max_positions}, the model's own length", "change --max-model-len")
         return requested
-    fitting = max(CACHE_BYTES // token_bytes(config, dtype), 2048)
+    fitting = max(CACHE_BYTES // max(token_bytes(config, dtype), 1), 2048)
     return min(config.max_positions, fitting, default_context(config.distinct_ropes))
 
 

@@ -16,6 +16,7 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
 from tinygrad_nv.kvcache.groups import CacheGroups
+from tinygrad_nv.kvcache.state_table import PAGES_OF_SEQUENCE
 from tinygrad_nv.kvcache.store import CACHE
 from tinygrad_nv.runtime.memory_pool import check_utilization
 from tinygrad_nv.runtime.observe.memory_report import human
@@ -28,6 +29,8 @@ MIN_CONTEXT = 2   # one prompt token and one output token
 # bytes of the KV cache when neither an option nor a GPU's memory limits it; a CPU commits the memory as pages
 # are written
 CACHE_BYTES = 2 << 30
+STATE_CACHE_BYTES = 1 << 28     # of states after common prefixes; Qwen3-Next's take 75 MiB a prefix
+MOST_STATES = 4096
 MAX_PAGES = 1 << 20    # the page pool takes about 500 bytes of host memory for each page
 ACTIVATION_COPIES = 4   # copies of a step's activations, in every width, that are in memory at a time
 
@@ -39,7 +42,15 @@ def layer_bytes(config: ModelConfig, dtype: DType) -> int:
 
 def token_bytes(config: ModelConfig, dtype: DType) -> int:
     """Bytes of keys and values of one token, all layers."""
-    return config.num_layers * layer_bytes(config, dtype)
+    return len(config.attention_layers) * layer_bytes(config, dtype)
+
+
+def state_pages(config: ModelConfig, dtype: DType, max_seqs: int, sharing: bool) -> int:
+    """Pages of states: what sequences need, and with `sharing` as many more as `STATE_CACHE_BYTES` hold, for
+    prefixes. None for a model without states."""
+    if not config.has_states: return 0
+    more = min(MOST_STATES, STATE_CACHE_BYTES // config.state_bytes(dtype)) if sharing else 0
+    return PAGES_OF_SEQUENCE * max_seqs + more
 
 
 def require_room(device: str, config: ModelConfig, dtype: DType, length: int, capacity: int,
@@ -52,7 +63,7 @@ def require_room(device: str, config: ModelConfig, dtype: DType, length: int, ca
     if pool is None: return
     pool.use_at_most(fraction)
     weights = weight_bytes or config.parameters * dtype.itemsize
-    bytes_per_token = bytes_per_token or token_bytes(config, dtype)
+    bytes_per_token = max(1, bytes_per_token or token_bytes(config, dtype))
 
     def shorter(shortfall: int) -> str:
         fewer = -(-shortfall // bytes_per_token)
@@ -99,8 +110,9 @@ class CacheSize:
         """Pages that fit beside `weights` bytes of weights and `step` bytes of activations. Without a limit,
         or on an emulated device: enough for all sequences, up to `CACHE_BYTES`."""
         pool, most = getattr(Device[device], "pool", None), self.max_seqs * self.min_pages
-        if pool is None or pool.driver.emulated: fitting = min(most, CACHE_BYTES // self.page_bytes)
-        else: fitting = (min(pool.limit, pool.driver.memory()[0]) - weights - step) // self.page_bytes
+        size = max(self.page_bytes, 1)      # 0 of a model without attention
+        if pool is None or pool.driver.emulated: fitting = min(most, CACHE_BYTES // size)
+        else: fitting = (min(pool.limit, pool.driver.memory()[0]) - weights - step) // size
         return max(self.min_pages, min(fitting, MAX_PAGES))
 
 

@@ -20,6 +20,7 @@ from tinygrad_nv.kvcache import offload
 from tinygrad_nv.kvcache.offload import TieredPages
 from tinygrad_nv.kvcache.page_allocator import CopyKind, PageAllocator
 from tinygrad_nv.kvcache.prefix_hashes import PrefixHashes
+from tinygrad_nv.kvcache.state_table import StatePages
 
 PRUNED = -1
 
@@ -262,20 +263,22 @@ class BlockTable:
         return True
 
 
-def share_prefix(tables: Sequence[BlockTable], tokens: Sequence[int]) -> None:
+def share_prefix(tables: Sequence[BlockTable], tokens: Sequence[int],
+                 states: StatePages | None = None) -> None:
     """The tables of a sequence, one for each group of layers, share the longest prefix that is cached for
-    all of them: all its pages without a window, else those that the next token attends to."""
+    all of them: all its pages without a window, else those that the next token attends to; and whose `states`
+    are cached, where there are such."""
     assert not any(each.pages or each.host_pages for each in tables), "a table with pages cannot share others"
     pool, prefix, size = tables[0].pool, tables[0].prefix, tables[0].size
     prefix.put(0, tokens)
     pool.queries += len(tokens)
-    count = _num_cached_pages(tables, (len(tokens) - 1) // size)
+    count = _num_cached_pages(tables, (len(tokens) - 1) // size, states)
     firsts = [each.first_visible_page(count * size) for each in tables]
     found = [offload.find_pages(pool, [prefix.key(page) + each.suffix for page in range(first, count)])
              for each, first in zip(tables, firsts, strict=True)]
     # fewer than were found, if there are too few pages to restore all of them from the host
     least = min(first + len(pages) for first, pages in zip(firsts, found, strict=True))
-    if least < count and any(firsts): least = 0     # not a whole window
+    if least < count and (any(firsts) or states): least = 0     # not a whole window, or other states
     if least < count: firsts = [0] * len(tables)
     for each, first, pages in zip(tables, firsts, found, strict=True):
         pool.device.drop(reversed(pages[least - first:]))
@@ -284,7 +287,7 @@ def share_prefix(tables: Sequence[BlockTable], tokens: Sequence[int]) -> None:
     pool.hits += least * size
 
 
-def _num_cached_pages(tables: Sequence[BlockTable], most: int) -> int:
+def _num_cached_pages(tables: Sequence[BlockTable], most: int, states: StatePages | None) -> int:
     """Pages of the longest cached prefix, `most` at most."""
     pool, prefix, size = tables[0].pool, tables[0].prefix, tables[0].size
     device, host = pool.device.by_hash, pool.host.by_hash
@@ -297,5 +300,5 @@ def _num_cached_pages(tables: Sequence[BlockTable], most: int) -> int:
             if runs[i] >= page + 1 - each.first_visible_page((page + 1) * size): continue
             if each.window is None: return best
             complete = False
-        if complete: best = page + 1
+        if complete and (states is None or states.find(key) >= 0): best = page + 1
     return best

@@ -31,6 +31,7 @@ from tinygrad_nv.kvcache.hybrid_table import HybridTable, SequenceTable
 from tinygrad_nv.kvcache.offload import TieredPages
 from tinygrad_nv.kvcache.page_allocator import CopyKind, PageAllocator, PageCopy
 from tinygrad_nv.kvcache.prefix_hashes import Extra, PrefixHashes, root
+from tinygrad_nv.kvcache.state_table import StatePages
 
 
 @dataclass(frozen=True)
@@ -57,25 +58,26 @@ class PagePoolStats:
 class PagePool(TieredPages):
     """`pages` pages of `page_size` tokens, and `host_pages` on the host. `sharing`: later sequences with the
     same prefix share full pages (prefix caching). `windows`: of each group of layers (groups.py) how many
-    keys a token attends to, itself included; pages behind the window are freed. None: all keys. Raises
-    `PageError`."""
+    keys a token attends to, itself included; pages behind the window are freed. None: all keys. `states` are
+    the pages of states of a model that has such. Raises `PageError`."""
 
     def __init__(self, pages: int, page_size: int = 16, *, host_pages: int = 0, sharing: bool = True,
-                 windows: tuple[int | None, ...] = (None,)) -> None:
+                 windows: tuple[int | None, ...] = (None,), states: StatePages | None = None) -> None:
         for name, number, minimum in (("pages", pages, 1), ("page_size", page_size, 1),
                                       ("host_pages", host_pages, 0),
                                       *(("window", each, 1) for each in windows if each is not None)):
             if type(number) is not int or number < minimum:
                 raise PageError(f"a pool with {name}={number!r}", f"a whole number, at least {minimum}")
         super().__init__(pages, page_size, host_pages, sharing, windows)
-        self._secret = os.urandom(16)
+        self._secret, self.states = os.urandom(16), states
 
     def open(self, tokens: Sequence[int], salt: bytes = b"", extra: Extra | None = None) -> SequenceTable:
         """A block table that shares the longest cached prefix of `tokens`, without the last token, which must
         be computed for its logits. Only pages written with the same `salt` are shared, and of these with the
         same `extra` (prefix_hashes.py)."""
         prefix = PrefixHashes(root(self._secret, salt), self.page_size, extra)
-        table: SequenceTable = (BlockTable if len(self.windows) == 1 else HybridTable)(self, prefix)
+        single = len(self.windows) == 1 and self.states is None
+        table: SequenceTable = BlockTable(self, prefix) if single else HybridTable(self, prefix, self.states)
         if self.sharing: table.share(tokens)
         return table
 
@@ -85,6 +87,7 @@ class PagePool(TieredPages):
         copies = tuple(self.copies)
         self.copies.clear()
         self.batch += 1
+        if self.states is not None: self.states.next_batch(self.batch)
         return copies
 
     def recover(self, batch: int, tables: Iterable[SequenceTable]) -> None:
@@ -95,12 +98,14 @@ class PagePool(TieredPages):
         for pages in (self.device, self.host):
             for page in list(pages.by_hash.values()):
                 if pages.written_in[page] >= batch: pages.forget(page)
+        if self.states is not None: self.states.forget(batch)
         for table in tables: table.rollback(batch)
 
     def forget_prefixes(self) -> None:
         """Empties the prefix cache. Pages in use stay so, and are not found by others."""
         for pages in (self.device, self.host):
             for page in list(pages.by_hash.values()): pages.forget(page)
+        if self.states is not None: self.states.forget(0)
 
     # **** statistics and checks ****
 

@@ -40,9 +40,15 @@ class LayerPages:
 
 
 @dataclass(frozen=True)
+class LayerStates:
+    """A layer's states, in the place of keys and values: [P, …] each (state_table.py)."""
+    tensors: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
 class PagedCache:
     """The pages of every layer, and of each layer its group (groups.py); () if there is one group."""
-    layers: tuple[LayerPages, ...]
+    layers: tuple[LayerPages | LayerStates, ...]
     groups: tuple[int, ...] = ()
 
     def group(self, layer: int) -> int:

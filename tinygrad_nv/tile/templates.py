@@ -28,11 +28,14 @@ SPECS = {"gemm": "GemmSpec",
          "grouped_gemm": "GroupedGemmSpec ScaledGroupedGemmSpec TransposedGroupedSpec MixedGroupedSpec "
                          "GroupedOuterSpec",
          "quant_grouped": "QuantGroupedSpec",
+         "linear_attention": "LinearAttentionSpec",
+         "causal_conv": "CausalConvSpec",
          "all_reduce": "AllReduceSpec"}
 FOLDERS = {"gpu": "tile", "cpu": "cpu"}
 ONLY_GPU = ("scaled_gemm", "sparse_gemm", "all_reduce")
 # programs of the tile language, one for GPUs and CPUs
-PROGRAMS = ("norm", "rope", "column_sum", "cross_entropy", "optimizer", "router")
+PROGRAMS = ("norm", "rope", "column_sum", "cross_entropy", "optimizer", "router", "linear_attention",
+            "causal_conv")
 TABLE = Table({name: family for family, names in SPECS.items() for name in names.split()},
               {(kind, family): f"tinygrad_nv.tile.{family}.program" if family in PROGRAMS else
                f"tinygrad_nv.{folder}.{family}"

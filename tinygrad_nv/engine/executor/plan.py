@@ -56,6 +56,7 @@ class RunnerPlan:
     tensor_ranks: int = 1
     stages: int = 1
     experts: bool = False
+    num_states: int = 0
 
     @property
     def ranks(self) -> int:
@@ -151,6 +152,7 @@ def pages_of(rank: int, plan: RunnerPlan, budget: PageBudget, held: int,
     """Pages of the KV cache of a rank: as many as were asked for, or as fit beside `held` bytes of weights
     and a step. Raises where there is no room."""
     whole, dtype, token = plan.config, plan.tinygrad_dtype, token_bytes_of(rank, plan, draft)
+    held += plan.num_states * whole.state_bytes(dtype)
     cache = CacheSize(plan.page_size, plan.page_size * token, plan.length, plan.max_seqs, plan.groups,
                       plan.max_batched_tokens)
     pages = cache.min_pages if budget.asked is None else budget.asked
@@ -210,5 +212,5 @@ def make_runner(plan: RunnerPlan, model: Llama, followers: Followers | None = No
     p = plan
     return ModelRunner(model, pages=p.num_pages, page_size=p.page_size, max_seqs=p.max_seqs, max_len=p.length,
                        max_batched_tokens=p.max_batched_tokens, kv_dtype=p.kv_dtype, host_pages=p.host_pages,
-                       groups=p.groups, verifies=p.verifies, followers=followers,
+                       groups=p.groups, states=p.num_states, verifies=p.verifies, followers=followers,
                        identity="" if "bundled" in more else weights_identity(p.directory), **more)

@@ -49,6 +49,7 @@ from tinygrad_nv.engine.scheduling.scheduler_output import (
     pad_decodes,
 )
 from tinygrad_nv.engine.scheduling.step_plan import ScheduledStep, StepPlan, TokenMasks
+from tinygrad_nv.kvcache.hybrid_table import HybridTable
 from tinygrad_nv.kvcache.pool import PagePool
 
 # half the time of a named tuple's constructor
@@ -165,7 +166,8 @@ class Scheduler:
         for seq in chunked: self._commit(plan, seq)
         # a sequence preempted in this step would take its pages back
         if before == self.num_preempted: self._schedule_waiting(plan)
-        if self.config.num_speculative_tokens and not self.num_waiting and plan.logits_budget == most:
+        drafts = self.config.num_speculative_tokens and self.pool.states is None
+        if drafts and not self.num_waiting and plan.logits_budget == most:
             self._schedule_drafts(plan)
         return self._step(plan) if plan.num_tokens else None
 
@@ -326,8 +328,11 @@ class Scheduler:
                 if seq.needs_sync: needs_sync = True
                 if seq.forking: forked.append(seq)
             if seq.prompt_logprobs is not None: samples = self._prompt_samples(seq, start, end) + samples
+            states = None
+            if self.pool.states is not None and isinstance(seq.table, HybridTable):
+                states = seq.table.step_states(start, end)
             seqs.append(make(ScheduledSeq, (seq.slot, start, part, seq.block_table, samples,
-                                            seq.adapter_slot, seq.request.images)))
+                                            seq.adapter_slot, seq.request.images, states)))
         started, self._started = self._started, []
         number = self.pool.batch
         batch = SchedulerOutput(tuple(seqs), self.pool.take_copies())

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tinygrad_nv.kvcache.page_allocator import PageCopy
+from tinygrad_nv.kvcache.state_table import StateStep
 
 if TYPE_CHECKING:
     from tinygrad_nv.engine.vision.prompt import PromptImages
@@ -77,7 +78,8 @@ class ScheduledSeq(NamedTuple):
     """The new tokens of a sequence in a step: `tokens` (empty: one, the slot's last sampled token) at
     positions start, start + 1, … `block_table` is the same object as long as the table does not change; with
     several groups of layers it has their entries one group after the other, equally many of each. `adapter`:
-    the slot of its adapter, −1 without one. `images` of its prompt, if it has some. (A tuple, as `Sample` is:
+    the slot of its adapter, −1 without one. `images` of its prompt, if it has some. `states`: its pages of
+    states, of a model that has such. (A tuple, as `Sample` is:
     a step creates one for each sequence, in half the time of a frozen dataclass.)"""
     slot: int
     start: int
@@ -86,6 +88,7 @@ class ScheduledSeq(NamedTuple):
     samples: tuple[Sample, ...] = ()
     adapter: int = -1
     images: PromptImages | None = None
+    states: StateStep | None = None
 
     @property
     def num_tokens(self) -> int:

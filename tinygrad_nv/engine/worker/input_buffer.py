@@ -39,12 +39,14 @@ from tinygrad_nv.graphs.inputs import region
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Event, HostMemory, Upload
 from tinygrad_nv.runtime.memory_pool import label_allocations
+from tinygrad_nv.tile.linear_attention.spec import COLUMNS
 
 ALIGN = 64      # words: 256 bytes
 STAGING_BUFFERS = 3     # steps whose uploads may be in flight
 # sizes of a step with prefill, in groups; decodes count as groups of 8. From 8 on, at most a third is
 # padding. 5, 17 and 33: prompts of 32, 128 and 256 tokens beside a few decodes, else 1.4 to 1.6 times as long
 STEP_GROUPS = (1, 2, 4, 5, 8, 12, 16, 17, 24, 32, 33, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+NO_STATES = (0, 0, -1, 0, -1, -1)   # a sequence without tokens
 SAMPLER = ("slots", "positions")   # inputs of the sampler, int32 [samples] each
 CAPTURE_AFTER = 8   # uses of a shape before it is captured, if a larger captured shape serves it
 MAX_PADDING = 4     # a larger shape serves a batch if it has at most so many times its tokens
@@ -125,12 +127,14 @@ class InputField:
 class InputLayout:
     """Offsets of the inputs of a shape, with block tables of `entries` pages for each of `groups` groups of
     layers. A token without an adapter has number `adapters`, that of the adapter slots. With `images` there
-    are the rows that stand for tokens, and three positions a token (image_inputs.py)."""
+    are the rows that stand for tokens, and three positions a token (image_inputs.py); with `states` the
+    sequences of layers that have such, of single tokens and of groups (tile/linear_attention/spec.py)."""
     shape: BatchShape
     entries: int
     groups: int = 1
     adapters: int = 0
     images: bool = False
+    states: bool = False
 
     @cached_property
     def fields(self) -> tuple[InputField, ...]:
@@ -142,7 +146,9 @@ class InputLayout:
         if s.adapted: extents["adapters"] = (s.num_tokens,)
         if not s.direct: extents["logits_indices"] = (s.samples,)
         for kind, rows in (("decode", s.decode), ("group", s.groups)):
-            if rows: extents |= {f"{kind}_lengths": (rows,), **dict.fromkeys(table_names(kind, g), (rows, n))}
+            if not rows: continue
+            extents |= {f"{kind}_lengths": (rows,), **dict.fromkeys(table_names(kind, g), (rows, n))}
+            if self.states: extents[f"{kind}_states"] = (rows, len(COLUMNS))
         sizes = [-(-math.prod(extent) // ALIGN) * ALIGN for extent in extents.values()]
         offsets = accumulate(sizes, initial=0)
         return tuple(InputField(*each) for each in zip(extents, extents.values(), offsets, strict=False))
@@ -270,6 +276,7 @@ def write_batch(words: np.ndarray, layout: InputLayout, batch: SchedulerOutput, 
             slots.append(sample.slot)
             positions.append(sample.position)
             logits_indices.append(first + sample.token_index)
+    if layout.states: _write_states(into, batch)
     fill = shape.samples - len(slots)
     into["tokens"][:] = tokens
     if shape.adapted: into["adapters"][:] = _adapters(batch, shape, layout.adapters)
@@ -286,6 +293,23 @@ def write_batch(words: np.ndarray, layout: InputLayout, batch: SchedulerOutput, 
         slot_of_group += [padding_slot] * none
         for name, rows in zip(table_names("group", layout.groups), tables.array, strict=True):
             np.take(rows, slot_of_group, axis=0, out=into[name])
+
+
+def _write_states(into: dict[str, np.ndarray], batch: SchedulerOutput) -> None:
+    """Writes the tables of sequences, as `write_batch` lays tokens out. Rows without tokens are padding."""
+    rows: dict[str, list[tuple[int, ...]]] = {"decode_states": [], "group_states": []}
+    first = 0
+    for seq in batch.seqs:
+        count, states = len(seq.tokens), seq.states
+        assert states is not None, "a sequence without pages of states"
+        if count < 2: rows["decode_states"].append((len(rows["decode_states"]), 1, *states))
+        else:
+            rows["group_states"].append((first, count, *states))
+            first += -(-count // GROUP) * GROUP
+    for name, found in rows.items():
+        if name not in into: continue
+        into[name][:] = NO_STATES
+        if found: into[name][:len(found)] = found
 
 
 def _adapters(batch: SchedulerOutput, shape: BatchShape, none: int) -> list[int]:

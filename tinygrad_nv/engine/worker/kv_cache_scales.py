@@ -22,7 +22,7 @@ def cache_scales(model: Llama, dtype: DType, device: str, size: int) -> list[tup
     scheme, heads = scheme_of(model.config.quantization), model.config.num_kv_heads
     # scales without a scheme are older AutoFP8's
     same = dtype == (dtypes.fp8e4m3 if scheme is None else SCHEME_DTYPES[scheme.element])
-    found = [model.cache_scales.get(i) if same else None for i in range(model.config.num_layers)]
+    found = [model.cache_scales.get(i) if same else None for i in model.config.attention_layers]
     if all(found): others = []
     elif dtype == dtypes.int8 or (same and scheme is not None and not scheme.static):
         others = calibrate_scales(model, dtype, device, size)

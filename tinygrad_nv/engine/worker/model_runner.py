@@ -51,6 +51,8 @@ from tinygrad_nv.engine.worker.step_store import StepStore, name_buffers
 from tinygrad_nv.engine.worker.warm_up import Job, KeptModel, Progress, WarmUp, default_jobs, with_samplers
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.kvcache.groups import CacheGroups, one_group
+from tinygrad_nv.kvcache.state_store import StateStore
+from tinygrad_nv.kvcache.state_table import PAGES_OF_SEQUENCE
 from tinygrad_nv.kvcache.store import PageStore
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.memory_pool import label_allocations
@@ -77,7 +79,8 @@ class ModelRunner:
     some that came with them. `verifies`: a sequence may sample several tokens in a step, to verify a draft.
     `adapters` are those of the model, if it is served with some. `followers` are runners of other ranks, that
     have other parts of the model: they are told what this one is called for. A `bundled` model has its steps
-    and weights, and `model` none: nothing is captured. A model that reads images has `vision`."""
+    and weights, and `model` none: nothing is captured. A model that reads images has `vision`. `states`: how
+    many pages of states a model has that keeps such; two for each sequence at least."""
 
     def __init__(self, model: Llama, *, pages: int, page_size: int = 16, max_seqs: int = 64,
                  max_len: int | None = None, max_batched_tokens: int = 512, kv_dtype: str = "auto",
@@ -85,7 +88,7 @@ class ModelRunner:
                  thread: ThreadPoolExecutor | None = None, identity: str = "", verifies: bool = False,
                  directory: Path | None = None, adapters: ModelAdapters | None = None,
                  followers: Followers | None = None, bundled: KeptModel | None = None,
-                 vision: VisionConfig | None = None) -> None:
+                 vision: VisionConfig | None = None, states: int | None = None) -> None:
         self.adapters, self.followers, self.bundled = adapters, followers, bundled
         self.model, self.page_size, self.max_seqs = model, page_size, max_seqs
         self.device = Device.canonicalize(model.device)
@@ -95,7 +98,7 @@ class ModelRunner:
         if model.rope_rows < self.entries * page_size:
             model.rope_rows = self.entries * page_size
             vars(model).pop("rope_tables", None)
-        self.groups = groups or one_group(model.config.num_layers)
+        self.groups = groups or one_group(len(model.config.attention_layers))
         least = self.groups.num_pages(self.max_len + GROUP - 1, page_size, max_batched_tokens)
         if pages < least:
             raise RequestError(f"a KV cache of {pages} pages of {page_size} tokens",
@@ -107,6 +110,11 @@ class ModelRunner:
         self.kv_dtype = dtype = resolve_kv_cache_dtype(kv_dtype, model.dtype, model.config.quantization)
         if dtype in BYTES: require_scales(model.config)
         self.store = PageStore(model.config, self.device, dtype, pages, page_size, host_pages, self.groups)
+        self.cache, self.states = self.store.cache, None
+        if model.config.has_states:
+            self.states = StateStore(model.config.state_shapes(model.dtype), self.device,
+                                     states or PAGES_OF_SEQUENCE * max_seqs)
+            self.cache = self.states.join(self.store.cache)
         if dtype in BYTES:
             self.store.scale(self._cache_scales() if bundled is None else bundled.cache_scales)
         self.tables = HostBlockTables(max_seqs, self.entries, len(self.groups.windows))
@@ -256,6 +264,7 @@ class ModelRunner:
     def discard_cache(self) -> None:
         """Gives the memory of the KV cache back, after what was launched."""
         self.run_now(self.store.discard)
+        if self.states is not None: self.run_now(self.states.discard)
 
     def close(self) -> None:
         """Waits for launched batches, and frees page-locked memory. Runners that share the thread of this one
@@ -384,7 +393,8 @@ class ModelRunner:
     def layout(self, shape: BatchShape) -> InputLayout:
         """Returns the layout of a step's inputs."""
         return InputLayout(shape, self.entries, len(self.groups.windows),
-                           0 if self.adapters is None else self.adapters.slots, self.images is not None)
+                           0 if self.adapters is None else self.adapters.slots, self.images is not None,
+                           self.model.config.has_states)
 
     def _sampler_inputs(self, samples: int) -> dict[str, Tensor]:
         fields = self.layout(BatchShape(samples, 0, samples, True)).fields[:len(SAMPLER)]
@@ -400,7 +410,7 @@ class ModelRunner:
         indices, adapters = inputs.get("logits_indices"), self.adapters
         images = None if self.images is None else self.images.rows(inputs)
         with nullcontext() if adapters is None or not shape.adapted else adapters.of_rows(inputs["adapters"]):
-            made = self.model.step_paged(tokens, batches, self.store.cache, indices, images)
+            made = self.model.step_paged(tokens, batches, self.cache, indices, images)
         if (stage := self.model.parallel) is not None and not stage.last:
             made.realize()
             return
@@ -410,9 +420,11 @@ class ModelRunner:
         """The sequences of a step, with their block tables of a group of layers."""
         from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
         made, count = [], len(self.groups.windows)
-        def table(kind: str) -> Tensor: return inputs[table_names(kind, count)[group]]
-        if shape.decode: made.append(SequenceGroup(1, table("decode"), inputs["decode_lengths"]))
-        if shape.groups: made.append(SequenceGroup(GROUP, table("group"), inputs["group_lengths"]))
+        for kind, rows, tokens in (("decode", shape.decode, 1), ("group", shape.groups, GROUP)):
+            if not rows: continue
+            table = inputs[table_names(kind, count)[group]]
+            made.append(SequenceGroup(tokens, table, inputs[f"{kind}_lengths"],
+                                      inputs.get(f"{kind}_states")))
         ropes = self.model.rope_tables
         if self.images is None: return PagedBatch(tuple(made), ropes)
         return PagedBatch(tuple(made), ropes, self.images.ropes(inputs, ropes))
@@ -435,7 +447,7 @@ class ModelRunner:
     @cached_property
     def _weights_and_pages(self) -> dict[str, Buffer]:
         """Buffers that stay the same, of which a model has many."""
-        own = name_buffers(cache=self.store.cache, inputs=self.input_buffer.region)
+        own = name_buffers(cache=self.cache, inputs=self.input_buffer.region)
         if self.bundled is not None: return {**self.bundled.weights, **own}
         return {**name_buffers(model=self.model, rope=self.model.rope_tables), **own}
 

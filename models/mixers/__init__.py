@@ -1,0 +1,47 @@
+"""Mixers: what a layer may have in the place of attention, with states of a fixed size.
+
+  config.py        their configurations: sizes, states, parameters
+  sequences.py     the sequences of a step and their states, whatever the batch is
+  short_conv.py    gated short convolutions (LFM2)
+  gated_delta.py   the gated delta rule (Qwen3-Next)
+
+`make_mixer` makes a layer's by its configuration.
+"""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from .config import GatedDeltaConfig, MixerConfig, ShortConvConfig
+
+if TYPE_CHECKING:
+    from tinygrad import Tensor
+    from tinygrad.dtype import DType
+
+    from ..config import ModelConfig
+    from ..layers import RMSNorm, StoredLinear
+    from .sequences import Batch, LayerStates, States
+
+
+class Mixer(Protocol):
+    """A layer's mixer: of tokens (B, T, hidden), with the layer's states, which it changes. `linears`,
+    `norms` and `tensors` are its parameters by their names in a checkpoint."""
+
+    @property
+    def linears(self) -> list[StoredLinear]: ...
+
+    @property
+    def norms(self) -> dict[str, RMSNorm]: ...
+
+    @property
+    def tensors(self) -> dict[str, Tensor]: ...
+
+    def __call__(self, x: Tensor, batch: Batch, cache: LayerStates | States | None) -> Tensor: ...
+
+
+def make_mixer(config: ModelConfig, own: MixerConfig, dtype: DType, device: str | None) -> Mixer:
+    """The mixer of a configuration, whose parameters are allocated and not set."""
+    from .gated_delta import GatedDelta
+    from .short_conv import ShortConv
+    if isinstance(own, ShortConvConfig): return ShortConv(config, own, dtype, device)
+    assert isinstance(own, GatedDeltaConfig)
+    return GatedDelta(config, own, dtype, device)

@@ -1,0 +1,126 @@
+"""Configurations of mixers: sizes of a layer that keeps a state of fixed size for each sequence.
+
+Protocol: `ModelConfig.mixers` has one for each layer, None where the layer has attention. A mixer's `states`
+are what a sequence keeps, of one layer; `parameters` counts a layer's; `width` is how many elements of a
+token are in memory at a time; `sizes` are the shapes of its tensors by their names in a checkpoint, after
+"model.layers.{i}.", each extent with the words that say where it comes from (models/fit.py).
+"""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from tinygrad.dtype import DType, dtypes
+
+Extent: TypeAlias = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """A tensor that a sequence keeps; a dtype of None is the model's."""
+    shape: tuple[int, ...]
+    dtype: DType | None = None
+
+    def nbytes(self, dtype: DType) -> int:
+        """Bytes of one sequence, in a model of a dtype."""
+        return math.prod(self.shape) * (self.dtype or dtype).itemsize
+
+
+class MixerConfig(Protocol):
+    """See above."""
+
+    @property
+    def states(self) -> tuple[StateShape, ...]: ...
+
+    @property
+    def width(self) -> int: ...
+
+    def parameters(self, hidden: int) -> int: ...
+
+    def sizes(self, hidden: int) -> dict[str, tuple[Extent, ...]]: ...
+
+
+@dataclass(frozen=True)
+class ShortConvConfig:
+    """A gated short convolution of `taps` taps over `channels` (LFM2, arXiv 2511.23404, 2.1): the hidden size
+    of its model. `bias` is that of its projections and of the convolution."""
+    channels: int
+    taps: int
+    bias: bool = False
+
+    @property
+    def states(self) -> tuple[StateShape, ...]: return StateShape((self.taps - 1, self.channels)),
+
+    @property
+    def width(self) -> int: return 5 * self.channels
+
+    def parameters(self, hidden: int) -> int:
+        """Projections of three channels each and back, and taps."""
+        return hidden * (4 * self.channels + self.taps) + self.bias * (4 * self.channels + hidden)
+
+    def sizes(self, hidden: int) -> dict[str, tuple[Extent, ...]]:
+        given = ("hidden_size", hidden)
+        return {"conv.conv.weight": (given, ("1", 1), ("conv_L_cache", self.taps)),
+                "conv.in_proj.weight": (("3 × hidden_size", 3 * self.channels), given),
+                "conv.out_proj.weight": (given, given)}
+
+
+@dataclass(frozen=True)
+class GatedDeltaConfig:
+    """Gated DeltaNet (arXiv 2412.06464) as Qwen3-Next has it: `heads` of values with `key_heads` of keys,
+    states of `d_k` x `d_v`, and a convolution of `taps` taps over queries, keys and values. `fused`: one
+    projection has queries, keys, values and gates by key heads, and one β and decays; else each has its
+    own."""
+    heads: int
+    key_heads: int
+    d_k: int
+    d_v: int
+    taps: int
+    fused: bool = True
+
+    @property
+    def keys(self) -> int:
+        """Elements of a token's keys."""
+        return self.key_heads * self.d_k
+
+    @property
+    def values(self) -> int:
+        """Elements of a token's values."""
+        return self.heads * self.d_v
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return 2 * self.keys + self.values
+
+    @property
+    def states(self) -> tuple[StateShape, ...]:
+        return (StateShape((self.taps - 1, self.channels)),
+                StateShape((self.heads, self.d_k, self.d_v), dtypes.float32))
+
+    @property
+    def width(self) -> int: return 2 * self.channels + 3 * self.values
+
+    def parameters(self, hidden: int) -> int:
+        """Projections, taps, decays and the norm."""
+        made = hidden * (2 * self.keys + 3 * self.values + 2 * self.heads) + self.channels * self.taps
+        return made + 2 * self.heads + self.d_v
+
+    def sizes(self, hidden: int) -> dict[str, tuple[Extent, ...]]:
+        given, heads = ("hidden_size", hidden), ("linear_num_value_heads", self.heads)
+        both = "2 × linear_num_key_heads × linear_key_head_dim + "
+        values = "linear_num_value_heads × linear_value_head_dim", self.values
+        made: dict[str, tuple[Extent, ...]] = {
+            "conv1d.weight": ((both + values[0], self.channels), ("1", 1),
+                              ("linear_conv_kernel_dim", self.taps)),
+            "A_log": (heads,), "dt_bias": (heads,), "norm.weight": (("linear_value_head_dim", self.d_v),),
+            "out_proj.weight": (given, values)}
+        if self.fused:
+            made |= {"in_proj_qkvz.weight": ((f"{both}2 × {values[0]}", self.channels + self.values), given),
+                     "in_proj_ba.weight": (("2 × linear_num_value_heads", 2 * self.heads), given)}
+        else:
+            made |= {"in_proj_qkv.weight": ((both + values[0], self.channels), given),
+                     "in_proj_z.weight": (values, given), "in_proj_b.weight": (heads, given),
+                     "in_proj_a.weight": (heads, given)}
+        return {f"linear_attn.{name}": each for name, each in made.items()}

@@ -1,0 +1,84 @@
+"""The sequences of a step, and the states that they begin with and leave, whatever kind of batch it is.
+
+Protocol: `runs(batch, x)` cuts the tokens of x (B, T, …), taken as one row after the other, into `Run`s: each
+has a table of sequences (tile/linear_attention/spec.py), of one token each or of any number. `LayerStates`
+are a layer's states in pages (kvcache/store.py), in the order of its mixer's `states`. A mixer threads them through its functions of runs, by
+`over_runs`; what these return is joined again.
+
+    whole sequences     begin with zeros and leave nothing
+    a contiguous cache  row b's states are page b's; rows at their start begin with zeros
+    pages               the batch says which (kvcache/state_table.py)
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
+
+from tinygrad_nv.kvcache.store import LayerStates
+
+from ..dense import DenseBatch
+from ..paged import PackedBatch, PagedBatch
+from .config import StateShape
+
+Batch: TypeAlias = DenseBatch | PagedBatch | PackedBatch
+States: TypeAlias = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tokens first … end − 1 of a step, and the table of their sequences; `single`: one token each."""
+    first: int
+    end: int
+    table: Tensor
+    single: bool
+
+
+def runs(batch: Batch, x: Tensor, cached: bool) -> list[Run]:
+    """The runs of tokens x (B, T, …); `cached`: with states."""
+    if isinstance(batch, PagedBatch):
+        made, first = [], 0
+        for group in batch.groups:
+            assert group.states is not None, "a batch for a model with states"
+            end = first + group.num_tokens
+            made.append(Run(first, end, group.states, group.tokens_per_sequence == 1))
+            first = end
+        return made
+    B, T = (int(n) for n in x.shape[:2])
+    if isinstance(batch, PackedBatch):
+        first, end = batch.starts[:-1], batch.starts[1:]
+        return [Run(0, B * T, _table(first, end - first, first * 0 - 1, first * 0 - 1), False)]
+    assert batch.documents is None, "refused where documents are packed"
+    row = Tensor.arange(B).cast(dtypes.int32)
+    source, target = row * 0 - 1, row if cached else row * 0 - 1
+    if cached:
+        assert batch.lengths is not None
+        source = (batch.lengths > T).where(row, -1)
+    return [Run(0, B * T, _table(row * T, row * 0 + T, source, target), T == 1)]
+
+
+def _table(first: Tensor, count: Tensor, source: Tensor, target: Tensor) -> Tensor:
+    """A table of sequences of which no state is kept but the last."""
+    none = first * 0
+    return Tensor.stack(first, count, source, none, none - 1, target, dim=1).cast(dtypes.int32).contiguous()
+
+
+def over_runs(batch: Batch, x: Tensor, states: LayerStates | States | None, shapes: Sequence[StateShape],
+              fn: Callable[[Run, States], tuple[Tensor, States]], dtype: DType) -> Tensor:
+    """What `fn(run, states)` gives of all runs: (B, T, …). It returns rows of the run's tokens, and the
+    states after it."""
+    if states is None:
+        own: States = tuple(Tensor.empty(1, *each.shape, dtype=each.dtype or dtype, device=x.device)
+                            for each in shapes)
+    else:
+        given = states.tensors if isinstance(states, LayerStates) else states
+        own = tuple(Tensor(each.uop) for each in given)     # so that what is read depends on what is written
+    made = []
+    for run in runs(batch, x, states is not None):
+        out, own = fn(run, own)
+        made.append(out)
+    joined = made[0] if len(made) == 1 else made[0].cat(*made[1:])
+    return joined.reshape(*x.shape[:2], *joined.shape[1:])

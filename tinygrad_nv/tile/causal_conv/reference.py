@@ -1,0 +1,69 @@
+"""Short causal convolutions in plain tinygrad (tile/reference.py)."""
+from __future__ import annotations
+
+from tinygrad import Tensor
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.tile.causal_conv.spec import CausalConvSpec
+from tinygrad_nv.tile.linear_attention.spec import COLUMNS
+from tinygrad_nv.tile.reference import Argument, Given, Place, compute_dtype, dense, gather, round_to
+
+
+def arguments(spec: CausalConvSpec) -> tuple[Argument, ...]:
+    """out, windows, x, weight, bias if there is one, sequences."""
+    T, C, K = spec.tokens, spec.channels, spec.taps
+    made = [Argument("out", spec.dtype, (dense(T, C),), "out"),
+            Argument("windows", spec.dtype, (dense(spec.pages, K - 1, C),), "inout"),
+            Argument("x", spec.dtype, (Place(spec.offset, (T, C), (spec.row, 1)),)),
+            Argument("weight", spec.dtype, (dense(C, K),))]
+    if spec.bias: made.append(Argument("bias", spec.dtype, (dense(C),)))
+    return *made, Argument("sequences", dtypes.int32, (dense(spec.sequences, len(COLUMNS)),),
+                           values=range(-1, min(T, spec.pages) + 1))
+
+
+def reference(spec: CausalConvSpec, given: Given, exact: bool = False) -> tuple[Tensor, ...]:
+    """out (tokens, channels) and windows (pages, taps − 1, channels)."""
+    wide = compute_dtype(dtypes.float32, exact)
+    x = {each.name: gather(given[each.name], each.places[0]) for each in arguments(spec) if each.role != "out"}
+    table = x.pop("sequences")
+    x = {name: each.cast(wide) for name, each in x.items()}
+    out, windows = convolve(table, x["windows"], x["x"], x["weight"], x.get("bias"), spec.silu)
+    return tuple(each if exact else round_to(each, spec.dtype) for each in (out, windows))
+
+
+def convolve(table: Tensor, windows: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
+             silu: bool) -> tuple[Tensor, Tensor]:
+    """out and windows of tensors of one float dtype."""
+    (T, C), K = x.shape, int(weight.shape[1])
+    first, count, source, border, kept, target = (table[:, i].reshape(-1, 1) for i in range(len(COLUMNS)))
+    token = Tensor.arange(T).reshape(1, -1)
+    owner = (token >= first) & (token < first + count)                                      # (S, T)
+    before = (source >= 0).reshape(-1, 1, 1).where(windows[source.reshape(-1).maximum(0)], 0)
+    seq, there = owner.cast(dtypes.int32).argmax(0), owner.any(0)                           # (T,)
+    place = token.reshape(-1) - first.reshape(-1)[seq]                                      # in its sequence
+    total = x * 0 if bias is None else x * 0 + bias
+    for j in range(K):
+        back = K - 1 - j
+        own = x[(token.reshape(-1) - back).maximum(0)]
+        earlier = before[seq, (place + j).minimum(K - 2).maximum(0)]
+        total = total + (place >= back).reshape(-1, 1).where(own, earlier) * weight[:, j]
+    out = there.reshape(-1, 1).where(total.silu() if silu else total, 0)
+    made = windows
+    for length, page in ((border, kept), (count, target)):
+        made = place_windows(made, page, newest(before, x, first, length, K))
+    return out, made
+
+
+def newest(before: Tensor, x: Tensor, first: Tensor, count: Tensor, K: int) -> Tensor:
+    """The windows (S, K − 1, C) after `count` (S, 1) tokens of each sequence."""
+    place = count - (K - 1) + Tensor.arange(K - 1).reshape(1, -1)                           # (S, K − 1)
+    own = x[(first + place).maximum(0).minimum(int(x.shape[0]) - 1)]
+    earlier = before.gather(1, (place + K - 1).minimum(K - 2).unsqueeze(-1).expand(before.shape))
+    return (place >= 0).unsqueeze(-1).where(own, earlier)
+
+
+def place_windows(windows: Tensor, pages: Tensor, new: Tensor) -> Tensor:
+    """Windows with those of sequences (S, …) in their pages (S, 1); −1 for none."""
+    match = Tensor.arange(windows.shape[0]).reshape(1, -1) == pages                         # (S, P)
+    mixed = new[match.cast(dtypes.int32).argmax(0)]
+    return match.any(0).reshape(-1, 1, 1).where(mixed, windows)
