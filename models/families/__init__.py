@@ -21,6 +21,7 @@ PLACES = {
     "MixtralForCausalLM": "mistral.MIXTRAL", "Qwen2MoeForCausalLM": "qwen.QWEN2_MOE",
     "Qwen3MoeForCausalLM": "qwen.QWEN3_MOE", "OlmoeForCausalLM": "olmo.OLMOE",
     "Lfm2ForCausalLM": "lfm2.LFM2", "Qwen3NextForCausalLM": "qwen3_next.FAMILY",
+    "BambaForCausalLM": "mamba2.BAMBA",
     "DeepseekV2ForCausalLM": "deepseek.V2", "DeepseekV3ForCausalLM": "deepseek.V3",
 }
 

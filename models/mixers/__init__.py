@@ -4,6 +4,7 @@
   sequences.py     the sequences of a step and their states, whatever the batch is
   short_conv.py    gated short convolutions (LFM2)
   gated_delta.py   the gated delta rule (Qwen3-Next)
+  mamba2.py        Mamba-2's state spaces (Bamba, Granite 4, Nemotron-H)
 
 `make_mixer` makes a layer's by its configuration.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from .config import GatedDeltaConfig, MixerConfig, ShortConvConfig
+from .config import GatedDeltaConfig, Mamba2Config, MixerConfig, ShortConvConfig
 
 if TYPE_CHECKING:
     from tinygrad import Tensor
@@ -41,7 +42,9 @@ class Mixer(Protocol):
 def make_mixer(config: ModelConfig, own: MixerConfig, dtype: DType, device: str | None) -> Mixer:
     """The mixer of a configuration, whose parameters are allocated and not set."""
     from .gated_delta import GatedDelta
+    from .mamba2 import Mamba2
     from .short_conv import ShortConv
     if isinstance(own, ShortConvConfig): return ShortConv(config, own, dtype, device)
+    if isinstance(own, Mamba2Config): return Mamba2(config, own, dtype, device)
     assert isinstance(own, GatedDeltaConfig)
     return GatedDelta(config, own, dtype, device)

@@ -124,3 +124,66 @@ class GatedDeltaConfig:
                      "in_proj_z.weight": (values, given), "in_proj_b.weight": (heads, given),
                      "in_proj_a.weight": (heads, given)}
         return {f"linear_attn.{name}": each for name, each in made.items()}
+
+
+@dataclass(frozen=True)
+class Mamba2Config:
+    """Mamba-2 (arXiv 2405.21060): `heads` of `head` elements with states of `head` x `state`; `groups` of
+    heads share B and C. Time steps stay within `limits`. `bias` is that of projections, `conv_bias` that of
+    the convolution of `taps` taps. Results are `normalised` by groups, after the gate unless it `gates_last`.
+    `name` is that of its module in a checkpoint."""
+    heads: int
+    head: int
+    groups: int
+    state: int
+    taps: int
+    bias: bool = False
+    conv_bias: bool = True
+    limits: tuple[float, float] | None = None
+    normalised: bool = True
+    gates_last: bool = False
+    name: str = "mamba"
+
+    @property
+    def inner(self) -> int:
+        """Elements of a token's values."""
+        return self.heads * self.head
+
+    @property
+    def shared(self) -> int:
+        """Elements of a token's B, and of its C."""
+        return self.groups * self.state
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return self.inner + 2 * self.shared
+
+    @property
+    def projected(self) -> int:
+        """Rows of the projection: gate, channels of the convolution, time steps."""
+        return self.inner + self.channels + self.heads
+
+    @property
+    def states(self) -> tuple[StateShape, ...]:
+        return (StateShape((self.taps - 1, self.channels)),
+                StateShape((self.heads, self.state, self.head), dtypes.float32))
+
+    @property
+    def width(self) -> int: return self.projected + 4 * self.inner
+
+    def parameters(self, hidden: int) -> int:
+        """Projections, taps, decays, steps and skips, the norm."""
+        made = hidden * (self.projected + self.inner) + self.bias * (self.projected + hidden)
+        made += self.channels * (self.taps + self.conv_bias) + 3 * self.heads
+        return made + self.inner * self.normalised
+
+    def sizes(self, hidden: int) -> dict[str, tuple[Extent, ...]]:
+        given, heads, inner = ("hidden_size", hidden), ("heads", self.heads), ("heads × head", self.inner)
+        channels = "heads × head + 2 × groups × state", self.channels
+        made: dict[str, tuple[Extent, ...]] = {
+            "conv1d.weight": (channels, ("1", 1), ("taps", self.taps)),
+            "A_log": (heads,), "dt_bias": (heads,), "D": (heads,), "out_proj.weight": (given, inner),
+            "in_proj.weight": (("2 × heads × head + 2 × groups × state + heads", self.projected), given)}
+        if self.normalised: made["norm.weight"] = inner,
+        return {f"{self.name}.{name}": each for name, each in made.items()}
