@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from tinygrad.dtype import DType
 
@@ -30,6 +30,7 @@ from .model_types import architectures_of
 from .multimodal import language_config
 from .rope import RopeConfig, distinct, rope_config, rope_parameters
 
+Half: TypeAlias = Literal["both", "mixer", "feed_forward"]
 DTYPES = ("float32", "float16", "bfloat16")
 # Fields that change what is computed, in some families: the others refuse them. per_layer_config does so in
 # all.
@@ -55,7 +56,8 @@ class ModelConfig:
     are rotated together, in float32; layers without rope have the `temperature`. With `latent` keys and
     values are computed of latents, and `head_dim` is that of queries. A checkpoint's `draft_layers` after the
     others are not read. Layers with an entry in `mixers` have that in the place of attention (models/mixers/).
-    With `gated_attention` queries come with a gate for each of their elements. Unless `causal` tokens attend in both directions, and a window is as wide on either
+    `halves` says of each layer whether it has "both" halves, or attention or a "mixer" alone, or a
+    "feed_forward" alone; () is both of all. With `float32_residuals` layers add up in float32. With `gated_attention` queries come with a gate for each of their elements. Unless `causal` tokens attend in both directions, and a window is as wide on either
     side (embedding models). `output_bias` is the bias of the attention's output projection, `quantization`
     the quantization_config.
     """
@@ -92,6 +94,8 @@ class ModelConfig:
     moe: MoEConfig | None = None
     latent: LatentConfig | None = None
     mixers: tuple[MixerConfig | None, ...] = ()
+    halves: tuple[Half, ...] = ()
+    float32_residuals: bool = False
     gated_attention: bool = False
     draft_layers: int = 0
     causal: bool = True
@@ -114,10 +118,25 @@ class ModelConfig:
         """What a layer has in the place of attention; None: attention."""
         return self.mixers[layer] if self.mixers else None
 
+    def has_mixer(self, layer: int) -> bool:
+        """Whether a layer has attention, or a mixer in its place."""
+        return not self.halves or self.halves[layer] != "feed_forward"
+
+    def has_feed_forward(self, layer: int) -> bool:
+        """Whether a layer has a feed-forward half."""
+        return not self.halves or self.halves[layer] != "mixer"
+
+    def norm_names(self, layer: int) -> list[str]:
+        """Names of the norms of a layer's hidden states."""
+        n = self.names
+        made = [n.attention_norm, n.attention_post_norm] * self.has_mixer(layer)
+        return [name for name in made + [n.feed_forward_norm, n.feed_forward_post_norm]
+                * self.has_feed_forward(layer) if name]
+
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers that have attention, and so keys and values of each token."""
-        return tuple(i for i in range(self.num_layers) if self.mixer(i) is None)
+        return tuple(i for i in range(self.num_layers) if self.has_mixer(i) and self.mixer(i) is None)
 
     @property
     def attention_windows(self) -> tuple[int | None, ...]:
@@ -171,11 +190,12 @@ class ModelConfig:
         """Number of parameters, tied ones counted once."""
         mixing = len(self.attention_layers) * self._attention_parameters
         mixing += sum(each.parameters(self.hidden_size) for each in self.mixers if each is not None)
-        norms = self.hidden_size * len(self.names.norms)
+        norms = self.hidden_size * sum(len(self.norm_names(i)) for i in range(self.num_layers))
+        forward = [i for i in range(self.num_layers) if self.has_feed_forward(i)]
         dense = 3 * self.hidden_size * self.intermediate_size
         dense += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
-        mixtures = 0 if self.moe is None else sum(self.moe.layers)
-        made = mixing + self.num_layers * norms + (self.num_layers - mixtures) * dense
+        mixtures = 0 if self.moe is None else sum(self.moe.layers[i] for i in forward)
+        made = mixing + norms + (len(forward) - mixtures) * dense
         if self.moe is not None:
             made += mixtures * self.moe.parameters(self.hidden_size)
             shared = 2 * self.moe.shared_width + self.hidden_size if self.moe.shared_width else 0

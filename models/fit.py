@@ -91,13 +91,15 @@ def decoder_sizes(c: ModelConfig) -> Module:
     hidden, names = ("hidden_size", c.hidden_size), c.names
     tensors: Shapes = {EMBEDDING: (("vocab_size", c.vocab_size), hidden), f"{names.last_norm}.weight": (hidden,)}
     if not c.tied: tensors[HEAD] = tensors[EMBEDDING]
-    norms: Shapes = {f"{name}.weight": (hidden,) for name in names.norms}
 
     def layer(number: int) -> Module:
-        mixer = c.mixer(number)
-        own = _attention(c, hidden) if mixer is None else mixer.sizes(c.hidden_size)
-        if c.moe is not None and c.moe.layers[number]: return _mixture(c, {**own, **norms}, hidden)
-        return Module({**own, **norms, **_dense(c, hidden)})
+        own: Shapes = {f"{name}.weight": (hidden,) for name in c.norm_names(number)}
+        if c.has_mixer(number):
+            mixer = c.mixer(number)
+            own |= _attention(c, hidden) if mixer is None else mixer.sizes(c.hidden_size)
+        if not c.has_feed_forward(number): return Module(own)
+        if c.moe is not None and c.moe.layers[number]: return _mixture(c, own, hidden)
+        return Module({**own, **_dense(c, hidden)})
     return Module(tensors, (Stack("model.layers.", "num_hidden_layers", c.num_layers, layer,
                                   c.draft_layers),))
 

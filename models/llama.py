@@ -46,32 +46,37 @@ if TYPE_CHECKING:   # a program of one device does not load it
 
 class Block:
     """One layer: x + attention(norm(x)), then x + feed_forward(norm(x)); norms before or after, as `Names`
-    has them."""
+    has them. In the place of attention there may be another mixer, and either half may be missing."""
 
     def __init__(self, config: ModelConfig, index: int, dtype: DType, device: str | None,
                  parallel: Parallel | None = None) -> None:
         def norm(name: str) -> RMSNorm | None:
             return RMSNorm.of(config.hidden_size, config, dtype, device) if name else None
         self.config, self.parallel, self.index, names = config, parallel, index, config.names
-        self.attention: Attention | LatentAttention | Mixer
-        if (mixer := config.mixer(index)) is not None:
+        self.dtype = dtype
+        self.attention: Attention | LatentAttention | Mixer | None
+        mixes, feeds = config.has_mixer(index), config.has_feed_forward(index)
+        if not mixes: self.attention = None
+        elif (mixer := config.mixer(index)) is not None:
             self.attention = make_mixer(config, mixer, dtype, device)
         elif config.latent is None: self.attention = Attention(config, index, dtype, device, parallel)
         else: self.attention = LatentAttention(config, config.latent, index, dtype, device)
-        self.feed_forward: FeedForward | MixtureOfExperts
-        if (moe := config.moe) is not None and moe.layers[index]:
+        self.feed_forward: FeedForward | MixtureOfExperts | None
+        if not feeds: self.feed_forward = None
+        elif (moe := config.moe) is not None and moe.layers[index]:
             own = None if parallel is None else parallel.own_experts(moe.experts)
             self.feed_forward = MixtureOfExperts(config, moe, dtype, device, own)
         else: self.feed_forward = FeedForward(config, config.intermediate_size, dtype, device)
-        self.attention_norm = norm(names.attention_norm)
-        self.attention_post_norm = norm(names.attention_post_norm)
-        self.feed_forward_norm = norm(names.feed_forward_norm)
-        self.feed_forward_post_norm = norm(names.feed_forward_post_norm)
+        self.attention_norm = norm(names.attention_norm * mixes)
+        self.attention_post_norm = norm(names.attention_post_norm * mixes)
+        self.feed_forward_norm = norm(names.feed_forward_norm * feeds)
+        self.feed_forward_post_norm = norm(names.feed_forward_post_norm * feeds)
         # of whole sequences instead of `compute`: the same in other ways (train/regions/)
         self.region: Callable[..., Tensor] | None = None
 
     def begin_half(self, x: Tensor, norm: RMSNorm | None, half: str) -> Tensor:
         """The input of half of a layer."""
+        if self.config.float32_residuals: x = x.cast(self.dtype)
         made = x if norm is None else norm(x)
         return made if self.parallel is None else self.parallel.begin_half(made,
                                                                            f"layers.{self.index}.{half}")
@@ -101,11 +106,14 @@ class Block:
     def compute(self, x: Tensor, batch: DenseBatch | PagedBatch | PackedBatch,
                  cache: Cache | None) -> Tensor:
         """Computes the layer for x (B, T, hidden)."""
-        with layer("attention"):
-            h = self.begin_half(x, self.attention_norm, "attention")
-            made = self.attention(h, batch, cache)
-            both = self.end_and_begin(x, made)
-            x = self.end_half(x, made, self.attention_post_norm, "attention") if both is None else both[0]
+        both = None
+        if self.attention is not None:
+            with layer("attention"):
+                h = self.begin_half(x, self.attention_norm, "attention")
+                made = self.attention(h, batch, cache)
+                both = self.end_and_begin(x, made)
+                x = self.end_half(x, made, self.attention_post_norm, "attention") if both is None else both[0]
+        if self.feed_forward is None: return x.contiguous()
         with layer("feed_forward"):
             h = self.begin_half(x, self.feed_forward_norm, "feed_forward") if both is None else \
                 self.begin_half(both[1], None, "feed_forward")
@@ -167,6 +175,7 @@ class Llama:
             else: x = self.parallel.embed(self.rows, tokens, self.config.vocab_size)
             if self.config.embedding_scale != 1.0:
                 x = x * Tensor(self.config.embedding_scale, dtype=self.dtype, device=self.device)
+            if self.config.float32_residuals: x = x.float()
             return x.contiguous()  # gathered once: norms and residuals read it
 
     def hidden_states(self, tokens: Tensor, start: Position = 0, cache: DenseKVCache | None = None,
@@ -192,7 +201,7 @@ class Llama:
     def normalise_last(self, x: Tensor) -> Tensor:
         """The last layer's output, normalised: all tokens of it."""
         with layer("norm"):
-            made = self.norm(x)
+            made = self.norm(x).cast(self.dtype)
             return made if self.parallel is None else self.parallel.gather_tokens(made)
 
     def states_of_packed(self, tokens: Tensor, batch: PackedBatch) -> Tensor:
@@ -200,7 +209,7 @@ class Llama:
         x = self.embed(tokens.reshape(1, -1))
         for i, block in enumerate(self.blocks):
             with layer(f"layers.{i}"): x = block(x, batch, None)
-        with layer("norm"): return self.norm(x)[0]
+        with layer("norm"): return self.norm(x)[0].cast(self.dtype)
 
     def logits(self, x: Tensor) -> Tensor:
         """Returns the logits of normalised outputs of the last layer."""
@@ -244,7 +253,7 @@ class Llama:
         if stage is not None and not stage.last: return stage.pass_on(x)
         with layer("norm"):
             if logits_indices is not None: x = F.embedding(x[0], logits_indices).unsqueeze(0).contiguous()
-            x = self.norm(x)
+            x = self.norm(x).cast(self.dtype)
         with layer("head"):
             made = self.own_logits(x).float()
             return made.reshape(-1, int(made.shape[-1]))

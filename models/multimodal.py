@@ -32,6 +32,7 @@ TIED = "tie_word_embeddings"    # the head is outside the language model, so the
 # transformers has named the language model's tensors so, the first before its version 5
 PREFIXES = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
             "model.language_model.": "model.", "lm_head.": "lm_head."}
+BACKBONE = {"backbone.embeddings.weight": "model.embed_tokens.weight"}
 VISUAL = ("visual.", "model.visual.")       # tensors of Qwen2.5-VL's vision tower
 
 
@@ -73,6 +74,9 @@ def language_entries(entries: dict[str, T]) -> dict[str, T]:
     """The language model's tensors by the names they have in a causal language model without other parts."""
     if "embed_tokens.weight" in entries:    # of a model without its head, as embedding models are saved
         return {name if name == "lm_head.weight" else f"model.{name}": entry
+                for name, entry in entries.items()}
+    if "backbone.embeddings.weight" in entries:     # of state-space models
+        return {BACKBONE.get(name, name.replace("backbone.", "model.", 1)): entry
                 for name, entry in entries.items()}
     if not any(name.startswith(prefix) for name in entries for prefix in PREFIXES if prefix != "lm_head."):
         return {name: entry for name, entry in entries.items() if not name.startswith(VISUAL)}

@@ -95,7 +95,7 @@ def slots(model: Llama) -> dict[str, WeightSlice]:
                            (names.attention_post_norm, block.attention_post_norm),
                            (names.feed_forward_norm, block.feed_forward_norm),
                            (names.feed_forward_post_norm, block.feed_forward_post_norm),
-                           *attention.norms.items()):
+                           *(attention.norms.items() if attention is not None else ())):
             if norm is not None: out[f"{layer}.{name}.weight"] = _whole(norm.weight)
         if isinstance(attention, Attention) and attention.sinks is not None:
             out[f"{layer}.{names.sinks}"] = _whole(attention.sinks)

@@ -21,7 +21,7 @@ PLACES = {
     "MixtralForCausalLM": "mistral.MIXTRAL", "Qwen2MoeForCausalLM": "qwen.QWEN2_MOE",
     "Qwen3MoeForCausalLM": "qwen.QWEN3_MOE", "OlmoeForCausalLM": "olmo.OLMOE",
     "Lfm2ForCausalLM": "lfm2.LFM2", "Qwen3NextForCausalLM": "qwen3_next.FAMILY",
-    "BambaForCausalLM": "mamba2.BAMBA",
+    "BambaForCausalLM": "mamba2.BAMBA", "Mamba2ForCausalLM": "mamba2.MAMBA2",
     "DeepseekV2ForCausalLM": "deepseek.V2", "DeepseekV3ForCausalLM": "deepseek.V3",
 }
 

@@ -1,5 +1,5 @@
-"""Models with Mamba-2's state spaces. Bamba (Granite 4's forerunner): attention in some layers, of which half
-of a head is rotated.
+"""Models with Mamba-2's state spaces. Mamba-2: these alone, a layer each. Bamba (Granite 4's forerunner): with
+attention in some layers, of which half of a head is rotated.
 """
 from __future__ import annotations
 
@@ -62,3 +62,28 @@ def bamba(f: Fields) -> dict[str, Any]:
 
 BAMBA = Family("BambaForCausalLM", {**SIZES, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
                settings=bamba)
+
+
+MAMBA2_NAMES = Names(attention_norm="norm", last_norm="model.norm_f")
+# of models without attention: nothing is read of these but the number of positions, which is not limited
+NO_ATTENTION = {"num_attention_heads": 1, "head_dim": 2, "intermediate_size": 1,
+                "max_position_embeddings": 1 << 17}
+
+
+def mamba2(f: Fields) -> dict[str, Any]:
+    """Returns the fields of `ModelConfig` for Mamba-2."""
+    layers = f.positive("num_hidden_layers")
+    f = f.within({"mamba_n_heads": f.get("num_heads"), "mamba_d_head": f.get("head_dim"),
+                  "mamba_n_groups": f.get("n_groups"), "mamba_d_state": f.get("state_size"),
+                  "mamba_d_conv": f.get("conv_kernel"), "mamba_expand": f.get("expand"),
+                  "mamba_proj_bias": f.get("use_bias"), "mamba_conv_bias": f.get("use_conv_bias")})
+    return {"mixers": (mamba_config(f, "mixer"),) * layers, "halves": ("mixer",) * layers,
+            "ropes": (None,) * layers, "names": MAMBA2_NAMES, "norm_eps": f.number("layer_norm_epsilon"),
+            "float32_residuals": f.flag("residual_in_fp32")}
+
+
+MAMBA2 = Family("Mamba2ForCausalLM",
+                {**NO_ATTENTION, "num_heads": 128, "head_dim": 64, "vocab_size": 32_768, "hidden_size": 4096,
+                 "state_size": 128, "num_hidden_layers": 64, "layer_norm_epsilon": 1e-5, "expand": 2,
+                 "conv_kernel": 4, "n_groups": 8, "use_bias": False, "use_conv_bias": True,
+                 "residual_in_fp32": True}, settings=mamba2)

@@ -98,7 +98,8 @@ class Plan:
 def projections(model: Llama, layer: int) -> list[Projection]:
     """Returns the projections of a layer, neighbours of a `Linear` one after the other."""
     c, made, block = model.config, list[Projection](), model.blocks[layer]
-    half, names, linears = block.feed_forward, c.names, block.attention.linears
+    half, names = block.feed_forward, c.names
+    linears = [] if block.attention is None else block.attention.linears
     gate_up, down = names.gate_up, names.down
     if isinstance(half, MixtureOfExperts):
         dense, (gate, up, down) = half.shared, (f"{names.shared_expert}.{x}" for x in names.expert_matrices)

@@ -31,6 +31,7 @@ MIN_CONTEXT = 2   # one prompt token and one output token
 CACHE_BYTES = 2 << 30
 STATE_CACHE_BYTES = 1 << 28     # of states after common prefixes; Qwen3-Next's take 75 MiB a prefix
 MOST_STATES = 4096
+EMPTY_PAGES = 1 << 16  # of a model without attention, whose pages only count tokens
 MAX_PAGES = 1 << 20    # the page pool takes about 500 bytes of host memory for each page
 ACTIVATION_COPIES = 4   # copies of a step's activations, in every width, that are in memory at a time
 
@@ -110,9 +111,9 @@ class CacheSize:
         """Pages that fit beside `weights` bytes of weights and `step` bytes of activations. Without a limit,
         or on an emulated device: enough for all sequences, up to `CACHE_BYTES`."""
         pool, most = getattr(Device[device], "pool", None), self.max_seqs * self.min_pages
-        size = max(self.page_bytes, 1)      # 0 of a model without attention
-        if pool is None or pool.driver.emulated: fitting = min(most, CACHE_BYTES // size)
-        else: fitting = (min(pool.limit, pool.driver.memory()[0]) - weights - step) // size
+        if not self.page_bytes: fitting = min(most, EMPTY_PAGES)
+        elif pool is None or pool.driver.emulated: fitting = min(most, CACHE_BYTES // self.page_bytes)
+        else: fitting = (min(pool.limit, pool.driver.memory()[0]) - weights - step) // self.page_bytes
         return max(self.min_pages, min(fitting, MAX_PAGES))
 
 
