@@ -139,8 +139,10 @@ def _mixture(c: ModelConfig, attention: Shapes, hidden: Extent) -> Module:
     if (moe := c.moe) is None: return Module(attention)
     count, width, prefix = (EXPERTS, moe.experts), (WIDTH, moe.width), c.names.expert.removesuffix("{}")
     gate, up, down = c.names.expert_matrices
-    fused: Shapes = {f"{prefix}gate_up_proj": (count, hidden, (f"2 × {WIDTH}", 2 * moe.width)),
-                     f"{prefix}down_proj": (count, width, hidden)} if c.names.fused else {}
+    fused: Shapes = dict(zip(c.names.fused_tensors, (
+        (count, hidden, (f"2 × {WIDTH}", 2 * moe.width)), (count, width, hidden)), strict=True))
+    if c.names.fused == "rows": fused = {name: (e, wide, tall) for name, (e, tall, wide) in fused.items()}
+    if not c.names.fused: fused = {}
     expert = Module({f"{gate}.weight": (width, hidden), f"{up}.weight": (width, hidden),
                      f"{down}.weight": (hidden, width)})
     return Module({**attention, **fused, f"{c.names.router}.weight": (count, hidden)},

@@ -110,7 +110,8 @@ class LatentConfig:
 class Names:
     """Names of a layer's modules in a checkpoint, after "model.layers.{i}."; a norm whose name is "" is not
     there. Several names of a matrix are its rows, one after the other. `fused`: experts are stored as
-    parts.py says, gate and up "interleaved" or as "halves"."""
+    parts.py says, gate and up "interleaved", as "halves" or as "rows", in tensors of these names; those of
+    `shared_matrices` are the shared expert's, if they differ from other experts'."""
     attention_norm: str = "input_layernorm"
     attention_post_norm: str = ""
     feed_forward_norm: str = "post_attention_layernorm"
@@ -126,7 +127,9 @@ class Names:
     expert: str = "mlp.experts.{}"
     expert_matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     fused: str = ""
+    fused_tensors: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     shared_expert: str = "mlp.shared_expert"
+    shared_matrices: tuple[str, ...] = ()
     sinks: str = "self_attn.sinks"
     last_norm: str = "model.norm"       # after all layers
     unread: tuple[str, ...] = ()        # how names of tensors begin that are for something else

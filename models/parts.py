@@ -11,7 +11,7 @@ matrices of each expert. It replaces, of a layer's experts with I columns betwee
     gate_up_proj [E, H, 2 I]    columns gate, up, gate, up … ("interleaved"), or gate | up ("halves")
     down_proj    [E, I, H]
 
-and their biases gate_up_proj_bias [E, 2 I] and down_proj_bias [E, H] by what other checkpoints have:
+or as "rows" [E, 2 I, H], gate | up, and [E, H, I], and their biases gate_up_proj_bias [E, 2 I] and down_proj_bias [E, H] by what other checkpoints have:
 gate_proj, up_proj [I, H] and down_proj [H, I] of each expert, which are strided views of the same bytes. Of
 MXFP4, which has blocks and scales instead of the first two, only the biases are taken apart here.
 """
@@ -33,7 +33,7 @@ from .checkpoint import ITEM_BYTES, NUMPY_DTYPES, TensorEntry, read_array, read_
 from .config import ModelConfig
 from .layer_config import MoEConfig
 
-DOWN, GATE_UP, BIAS = "down_proj", "gate_up_proj", "_bias"
+BIAS = "_bias"
 
 
 class Stored(Protocol):
@@ -85,37 +85,49 @@ def _nbytes(entry: TensorEntry, part: TensorPart | None) -> int:
 def apart(config: ModelConfig, entries: dict[str, TensorEntry], directory: Path) -> dict[str, TensorEntry]:
     """The entries of a checkpoint with each expert's own; as they are where a family has no such tensors, or
     experts have their own. Raises `WeightError` that lists what is missing or of another shape."""
-    moe, fused = config.moe, config.names.fused
-    if moe is None or not fused: return entries
-    prefixes = [f"model.layers.{i}.{config.names.expert.removesuffix('.{}')}"
-                for i, mixture in enumerate(moe.layers) if mixture]
-    gate, up, down = config.names.expert_matrices
-    if any(name.startswith(f"{prefix}.0.{gate}.") for prefix in prefixes for name in entries): return entries
-    shapes = _shapes(moe, config.hidden_size)
+    moe, names = config.moe, config.names
+    if moe is None or not names.fused: return entries
+    layers = [f"model.layers.{i}." for i, mixture in enumerate(moe.layers) if mixture
+              and config.has_feed_forward(i)]
+    first, second, third = (f"{names.expert.format(0)}.{matrix}." for matrix in names.expert_matrices)
+    if any(name.startswith(f"{layer}{first}") for layer in layers for name in entries): return entries
+    rows, (gate_up, down) = names.fused == "rows", names.fused_tensors
+    shapes = _shapes(moe, config.hidden_size, gate_up, down, rows)
     if (config.quantization or {}).get("quant_method") == "mxfp4":
         shapes = {name: shape for name, shape in shapes.items() if name.endswith(BIAS)}
-    _require({f"{prefix}.{name}": shape for prefix in prefixes for name, shape in shapes.items()}, entries,
+    _require({f"{layer}{name}": shape for layer in layers for name, shape in shapes.items()}, entries,
              directory)
-    made, (step, second) = dict(entries), (2, 1) if fused == "interleaved" else (1, moe.width)
-    for prefix in prefixes:
+    made, (step, up) = dict(entries), (2, 1) if names.fused == "interleaved" else (1, moe.width)
+    for layer in layers:
         for name, shape in shapes.items():
-            entry, suffix = made.pop(f"{prefix}.{name}"), "bias" if name.endswith(BIAS) else "weight"
-            parts = {gate: (0, step, moe.width), up: (second, step, moe.width)}
-            if not name.startswith(GATE_UP): parts = {down: (0, 1, shape[-1])}
+            entry, suffix = made.pop(f"{layer}{name}"), "bias" if name.endswith(BIAS) else "weight"
+            parts = {first: (0, step, moe.width), second: (up, step, moe.width)}
+            if not name.startswith(gate_up): parts = {third: (0, 1, shape[-2] if rows else shape[-1])}
             for i in range(moe.experts):
-                for one, columns in parts.items():
-                    own = f"{prefix}.{i}.{one}.{suffix}"
-                    made[own] = replace(_columns(entry, i, *columns), name=own)
+                for one, part in parts.items():
+                    own = f"{layer}{one.replace(names.expert.format(0), names.expert.format(i), 1)}{suffix}"
+                    made[own] = replace(_rows(entry, i, *part) if rows else _columns(entry, i, *part), name=own)
     return made
 
 
-def _shapes(moe: MoEConfig, hidden: int) -> dict[str, tuple[int, ...]]:
+def _shapes(moe: MoEConfig, hidden: int, gate_up: str, down: str, rows: bool) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a layer's tensors."""
-    shapes: dict[str, tuple[int, ...]] = {GATE_UP: (moe.experts, hidden, 2 * moe.width),
-                                          DOWN: (moe.experts, moe.width, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {gate_up: (moe.experts, hidden, 2 * moe.width),
+                                          down: (moe.experts, moe.width, hidden)}
+    if rows: shapes = {name: (count, wide, tall) for name, (count, tall, wide) in shapes.items()}
     if moe.biased:
         shapes |= {f"{name}{BIAS}": (moe.experts, shape[-1]) for name, shape in shapes.items()}
     return shapes
+
+
+def _rows(entry: TensorEntry, expert: int, first: int, step: int, count: int) -> TensorEntry:
+    """Rows first, first + 1 … of an expert."""
+    assert step == 1, "rows that lie one after the other"
+    strides = entry.strides or tuple(math.prod(entry.shape[i + 1:]) for i in range(len(entry.shape)))
+    path, offset = entry.file_offset
+    begin = expert * strides[0] + first * strides[1]
+    return replace(entry, shape=(count, entry.shape[2]), strides=entry.strides and strides[1:],
+                   file_offset=(path, offset + begin * ITEM_BYTES[entry.dtype]))
 
 
 def _columns(entry: TensorEntry, expert: int, first: int, step: int, count: int) -> TensorEntry:

@@ -21,7 +21,9 @@ PLACES = {
     "MixtralForCausalLM": "mistral.MIXTRAL", "Qwen2MoeForCausalLM": "qwen.QWEN2_MOE",
     "Qwen3MoeForCausalLM": "qwen.QWEN3_MOE", "OlmoeForCausalLM": "olmo.OLMOE",
     "Lfm2ForCausalLM": "lfm2.LFM2", "Qwen3NextForCausalLM": "qwen3_next.FAMILY",
+    "Qwen3_5ForCausalLM": "qwen3_next.QWEN3_5", "Qwen3_5MoeForCausalLM": "qwen3_next.QWEN3_5_MOE",
     "BambaForCausalLM": "mamba2.BAMBA", "Mamba2ForCausalLM": "mamba2.MAMBA2",
+    "GraniteMoeHybridForCausalLM": "granite_hybrid.FAMILY", "Lfm2MoeForCausalLM": "lfm2.LFM2_MOE",
     "DeepseekV2ForCausalLM": "deepseek.V2", "DeepseekV3ForCausalLM": "deepseek.V3",
 }
 

@@ -1,21 +1,23 @@
 """LFM2 (arXiv 2511.23404): gated short convolutions in most layers, attention with norms of each head's
-queries and keys in the others.
+queries and keys in the others. LFM2-MoE: experts chosen by sigmoids with a bias in all but the first layers.
 """
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tinygrad_nv.errors import ModelError, brief
 
 from ..fields import Fields
-from ..layer_config import Names
+from ..layer_config import COUNTS, Names, moe_config
 from ..mixers.config import ShortConvConfig
 from .family import FULL, Family
 
 CONV = "conv"
 NAMES = Names(attention_norm="operator_norm", feed_forward_norm="ffn_norm", output="self_attn.out_proj",
               q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm",
-              gate_up=("feed_forward.w1", "feed_forward.w3"), down="feed_forward.w2",
+              gate_up=("feed_forward.w1", "feed_forward.w3"), down="feed_forward.w2", router="feed_forward.gate", choice_bias="feed_forward.expert_bias",
+              expert="feed_forward.experts.{}", expert_matrices=("w1", "w3", "w2"),
               last_norm="model.embedding_norm")
 
 
@@ -57,3 +59,21 @@ LFM2 = Family("Lfm2ForCausalLM", {"vocab_size": 65_536, "hidden_size": 2560, "in
                                   "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
                                   "block_auto_adjust_ff_dim": True, "tie_word_embeddings": True},
               settings=lfm2)
+
+
+def lfm2_moe(f: Fields) -> dict[str, Any]:
+    """Returns the fields of `ModelConfig` for LFM2-MoE."""
+    first, layers = f.count("num_dense_layers", 0), f.positive("num_hidden_layers")
+    moe = moe_config(f, 32, "moe_intermediate_size", [i >= first for i in range(layers)],
+                     renormalize=f.flag("norm_topk_prob"), score="sigmoid",
+                     choice_bias=f.flag("use_expert_bias"))
+    moe = replace(moe, policy=replace(moe.policy, scale=f.number("routed_scaling_factor")))
+    made = lfm2(f.within({"block_auto_adjust_ff_dim": False}))
+    return {**made, "moe": moe if first < layers else None}
+
+
+LFM2_MOE = Family("Lfm2MoeForCausalLM",
+                  {**LFM2.defaults, "hidden_size": 2048, "intermediate_size": 7168,
+                   "moe_intermediate_size": 1792, "num_dense_layers": 2, "num_experts_per_tok": 4,
+                   "use_expert_bias": True, "routed_scaling_factor": 1.0, "norm_topk_prob": True},
+                  frozenset(COUNTS), lfm2_moe)

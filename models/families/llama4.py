@@ -15,6 +15,7 @@ from .family import FULL, Family, has_rope
 
 NAMES = Names(gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"), down="feed_forward.down_proj",
               router="feed_forward.router", expert="feed_forward.experts.{}", fused="halves",
+              fused_tensors=("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
               shared_expert="feed_forward.shared_expert")
 CHUNKED = "chunked_attention"
 

@@ -1,6 +1,6 @@
-"""Qwen3-Next: three layers of the gated delta rule, then one of attention with a gate for each element of its
-output; a mixture of experts with a shared one in all. Norms multiply by 1 + w, a quarter of a head is
-rotated.
+"""Qwen3-Next and the text of Qwen3.5: three layers of the gated delta rule, then one of attention with a gate
+for each element of its output. Norms multiply by 1 + w, a quarter of a head is rotated. All layers have a
+mixture of experts with a shared one, but for dense Qwen3.5.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .family import FULL, Family
 from .qwen import mixtures
 
 LINEAR = "linear_attention"
-NAMES = Names(unread=("mtp.",))
+NAMES = Names(unread=("mtp.",), fused="rows")
 DELTA = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
          "linear_num_key_heads": 16, "linear_num_value_heads": 32}
 
@@ -62,8 +62,34 @@ def qwen3_next(f: Fields) -> dict[str, Any]:
     return {**hybrid(f, True), "moe": moe}
 
 
+def qwen3_5(f: Fields) -> dict[str, Any]:
+    """Returns the fields of `ModelConfig` for dense Qwen3.5."""
+    return hybrid(without_sections(f), False)
+
+
+def qwen3_5_moe(f: Fields) -> dict[str, Any]:
+    """Returns the fields of `ModelConfig` for Qwen3.5 with experts."""
+    layers = (True,) * f.positive("num_hidden_layers")
+    moe = moe_config(f, 256, "moe_intermediate_size", layers, f.positive("shared_expert_intermediate_size"),
+                     True)
+    return {**qwen3_5(f), "moe": moe}
+
+
+def without_sections(f: Fields) -> Fields:
+    """A file whose rope has sections of a head for three positions: of text they are equal."""
+    given = f.get("rope_parameters")
+    if not isinstance(given, dict): return f
+    return f.within({"rope_parameters": {name: value for name, value in given.items()
+                                         if name not in ("mrope_section", "mrope_interleaved")}})
+
+
+ATTENTION = {**DELTA, "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4}
+QWEN3_5 = Family("Qwen3_5ForCausalLM", {**ATTENTION, "num_key_value_heads": 4}, settings=qwen3_5)
+QWEN3_5_MOE = Family("Qwen3_5MoeForCausalLM",
+                     {**ATTENTION, "num_key_value_heads": 2, "num_experts_per_tok": 8,
+                      "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+                      "intermediate_size": 512}, frozenset(COUNTS), qwen3_5_moe)
 FAMILY = Family("Qwen3NextForCausalLM",
-                {**DELTA, "head_dim": 256, "num_key_value_heads": 2, "num_experts_per_tok": 10,
-                 "decoder_sparse_step": 1, "moe_intermediate_size": 512, "partial_rotary_factor": 0.25,
-                 "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
-                 "full_attention_interval": 4}, frozenset(COUNTS), qwen3_next)
+                {**ATTENTION, "num_key_value_heads": 2, "num_experts_per_tok": 10,
+                 "decoder_sparse_step": 1, "moe_intermediate_size": 512,
+                 "shared_expert_intermediate_size": 512, "norm_topk_prob": True}, frozenset(COUNTS), qwen3_next)

@@ -100,13 +100,13 @@ def projections(model: Llama, layer: int) -> list[Projection]:
     c, made, block = model.config, list[Projection](), model.blocks[layer]
     half, names = block.feed_forward, c.names
     linears = [] if block.attention is None else block.attention.linears
-    gate_up, down = names.gate_up, names.down
+    gate_up, down = list(names.gate_up), names.down
     if isinstance(half, MixtureOfExperts):
-        dense, (gate, up, down) = half.shared, (f"{names.shared_expert}.{x}" for x in names.expert_matrices)
-        gate_up = gate, up
+        matrices = names.shared_matrices or names.expert_matrices
+        dense, (*gate_up, down) = half.shared, (f"{names.shared_expert}.{x}" for x in matrices)
     else: dense = half
     if dense is not None:
-        linears += [(dense.gate_up, gate_up, (dense.width, dense.width)),
+        linears += [(dense.gate_up, tuple(gate_up), (dense.width, dense.width)),
                     (dense.down, (down,), (c.hidden_size,))]
     for linear, stored, rows in linears:
         if len(stored) == 1: rows = sum(rows),

@@ -228,7 +228,7 @@ class LLM(GenerationMethods, PoolingMethods):
                           speculation is not None, o.dtype == "auto", o.tensor_parallel_size,
                           o.pipeline_parallel_size, o.enable_expert_parallel,
                           state_pages(self.config, self.dtype, o.max_num_seqs, o.enable_prefix_caching))
-        page_bytes = o.page_size * token_bytes_of(0, plan, draft)
+        page_bytes = max(1, o.page_size * token_bytes_of(0, plan, draft))   # 0 without attention
         asked = o.num_pages
         if asked is None and o.kv_cache_bytes is not None: asked = o.kv_cache_bytes // page_bytes
         self._weight_bytes = weight_bytes_of(0, plan) if self.bundle is None else self.bundle.weight_bytes

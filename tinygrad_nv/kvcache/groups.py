@@ -47,7 +47,7 @@ def one_group(layers: int) -> CacheGroups:
 
 def cache_groups(windows: Sequence[int | None], length: int, page_size: int) -> CacheGroups:
     """The groups of layers with these windows, for sequences of at most `length` tokens."""
-    if not windows: return one_group(0)     # of a model without attention
+    if not windows: return CacheGroups((None,), (), 0)      # of a model without attention
     choices = [_make_groups(windows, count) for count in range(len(windows), 0, -1)]
     def size(each: CacheGroups) -> int: return each.layers_per_page * each.num_pages(length, page_size, 1)
     return min((each for each in choices if len(each.windows) <= MAX_GROUPS), key=size)
