@@ -25,7 +25,7 @@ from .families import FAMILIES
 from .families.family import Family
 from .fields import Fields, activation
 from .layer_config import LLAMA_NAMES, LatentConfig, MoEConfig, Names, Temperature
-from .mixers.config import MixerConfig
+from .mixers.config import BesideConfig, MixerConfig
 from .model_types import architectures_of
 from .multimodal import language_config
 from .rope import RopeConfig, distinct, rope_config, rope_parameters
@@ -57,7 +57,8 @@ class ModelConfig:
     values are computed of latents, and `head_dim` is that of queries. A checkpoint's `draft_layers` after the
     others are not read. Layers with an entry in `mixers` have that in the place of attention (models/mixers/).
     `halves` says of each layer whether it has "both" halves, or attention or a "mixer" alone, or a
-    "feed_forward" alone; () is both of all. With `float32_residuals` layers add up in float32. With `gated_attention` queries come with a gate for each of their elements. Unless `causal` tokens attend in both directions, and a window is as wide on either
+    "feed_forward" alone; () is both of all. With `float32_residuals` layers add up in float32. Gates of a feed-forward are multiplied by the first of `mlp_scales` before the activation, what it makes by the
+    second. With `gated_attention` queries come with a gate for each of their elements. Unless `causal` tokens attend in both directions, and a window is as wide on either
     side (embedding models). `output_bias` is the bias of the attention's output projection, `quantization`
     the quantization_config.
     """
@@ -97,6 +98,7 @@ class ModelConfig:
     halves: tuple[Half, ...] = ()
     float32_residuals: bool = False
     gated_attention: bool = False
+    mlp_scales: tuple[float, float] = (1.0, 1.0)
     draft_layers: int = 0
     causal: bool = True
     names: Names = LLAMA_NAMES
@@ -136,7 +138,12 @@ class ModelConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers that have attention, and so keys and values of each token."""
-        return tuple(i for i in range(self.num_layers) if self.has_mixer(i) and self.mixer(i) is None)
+        return tuple(i for i in range(self.num_layers) if self.has_attention(i))
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer has attention, alone or beside a mixer."""
+        mixer = self.mixer(layer)
+        return self.has_mixer(layer) and (mixer is None or isinstance(mixer, BesideConfig))
 
     @property
     def attention_windows(self) -> tuple[int | None, ...]:

@@ -31,11 +31,12 @@ class DenseKVCache:
         """A cache for `capacity` tokens in each of `batch` sequences."""
         shape = config.kv_shape
         def create_layer(layer: int) -> tuple[Tensor, ...]:
-            if (mixer := config.mixer(layer)) is not None:
-                return tuple(Tensor.empty(batch, *each.shape, dtype=each.dtype or dtype, device=device)
-                             for each in mixer.states)
+            mixer = config.mixer(layer)
+            states = tuple(Tensor.empty(batch, *each.shape, dtype=each.dtype or dtype, device=device)
+                           for each in (() if mixer is None else mixer.states))
+            widths = (shape.keys, shape.values) if config.has_attention(layer) else ()
             return tuple(Tensor.empty(batch, shape.heads, capacity, width, dtype=dtype, device=device)
-                         for width in (shape.keys, shape.values) if width)
+                         for width in widths if width) + states
         return DenseKVCache(tuple(create_layer(i) for i in range(config.num_layers)))
 
     @property

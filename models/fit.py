@@ -95,8 +95,8 @@ def decoder_sizes(c: ModelConfig) -> Module:
     def layer(number: int) -> Module:
         own: Shapes = {f"{name}.weight": (hidden,) for name in c.norm_names(number)}
         if c.has_mixer(number):
-            mixer = c.mixer(number)
-            own |= _attention(c, hidden) if mixer is None else mixer.sizes(c.hidden_size)
+            if c.has_attention(number): own |= _attention(c, hidden)
+            if (mixer := c.mixer(number)) is not None: own |= mixer.sizes(c.hidden_size)
         if not c.has_feed_forward(number): return Module(own)
         if c.moe is not None and c.moe.layers[number]: return _mixture(c, own, hidden)
         return Module({**own, **_dense(c, hidden)})

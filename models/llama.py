@@ -58,7 +58,7 @@ class Block:
         mixes, feeds = config.has_mixer(index), config.has_feed_forward(index)
         if not mixes: self.attention = None
         elif (mixer := config.mixer(index)) is not None:
-            self.attention = make_mixer(config, mixer, dtype, device)
+            self.attention = make_mixer(config, mixer, index, dtype, device)
         elif config.latent is None: self.attention = Attention(config, index, dtype, device, parallel)
         else: self.attention = LatentAttention(config, config.latent, index, dtype, device)
         self.feed_forward: FeedForward | MixtureOfExperts | None

@@ -5,14 +5,15 @@
   short_conv.py    gated short convolutions (LFM2)
   gated_delta.py   the gated delta rule (Qwen3-Next)
   mamba2.py        Mamba-2's state spaces (Bamba, Granite 4, Nemotron-H)
+  beside.py        attention and a mixer in one layer (Falcon-H1)
 
 `make_mixer` makes a layer's by its configuration.
 """
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from .config import GatedDeltaConfig, Mamba2Config, MixerConfig, ShortConvConfig
+from .config import BesideConfig, GatedDeltaConfig, Mamba2Config, MixerConfig, ShortConvConfig
 
 if TYPE_CHECKING:
     from tinygrad import Tensor
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from ..config import ModelConfig
     from ..layers import RMSNorm, StoredLinear
-    from .sequences import Batch, LayerStates, States
+    from .sequences import Batch
 
 
 class Mixer(Protocol):
@@ -36,15 +37,17 @@ class Mixer(Protocol):
     @property
     def tensors(self) -> dict[str, Tensor]: ...
 
-    def __call__(self, x: Tensor, batch: Batch, cache: LayerStates | States | None) -> Tensor: ...
+    def __call__(self, x: Tensor, batch: Batch, cache: Any) -> Tensor: ...
 
 
-def make_mixer(config: ModelConfig, own: MixerConfig, dtype: DType, device: str | None) -> Mixer:
-    """The mixer of a configuration, whose parameters are allocated and not set."""
+def make_mixer(config: ModelConfig, own: MixerConfig, index: int, dtype: DType, device: str | None) -> Mixer:
+    """The mixer of layer `index`, whose parameters are allocated and not set."""
+    from .beside import Beside
     from .gated_delta import GatedDelta
     from .mamba2 import Mamba2
     from .short_conv import ShortConv
     if isinstance(own, ShortConvConfig): return ShortConv(config, own, dtype, device)
+    if isinstance(own, BesideConfig): return Beside(config, own, index, dtype, device)
     if isinstance(own, Mamba2Config): return Mamba2(config, own, dtype, device)
     assert isinstance(own, GatedDeltaConfig)
     return GatedDelta(config, own, dtype, device)

@@ -131,7 +131,8 @@ class Mamba2Config:
     """Mamba-2 (arXiv 2405.21060): `heads` of `head` elements with states of `head` x `state`; `groups` of
     heads share B and C. Time steps stay within `limits`. `bias` is that of projections, `conv_bias` that of
     the convolution of `taps` taps. Results are `normalised` by groups, after the gate unless it `gates_last`.
-    `name` is that of its module in a checkpoint."""
+    `name` is that of its module in a checkpoint. `scales` multiply its input, and of what the projection gives
+    the gate, x, B, C and time steps."""
     heads: int
     head: int
     groups: int
@@ -143,6 +144,8 @@ class Mamba2Config:
     normalised: bool = True
     gates_last: bool = False
     name: str = "mamba"
+    output_bias: bool | None = None     # None: as `bias`
+    scales: tuple[float, ...] = ()
 
     @property
     def inner(self) -> int:
@@ -174,7 +177,8 @@ class Mamba2Config:
 
     def parameters(self, hidden: int) -> int:
         """Projections, taps, decays, steps and skips, the norm."""
-        made = hidden * (self.projected + self.inner) + self.bias * (self.projected + hidden)
+        made = hidden * (self.projected + self.inner) + self.bias * self.projected
+        made += hidden * (self.bias if self.output_bias is None else self.output_bias)
         made += self.channels * (self.taps + self.conv_bias) + 3 * self.heads
         return made + self.inner * self.normalised
 
@@ -187,3 +191,26 @@ class Mamba2Config:
             "in_proj.weight": (("2 × heads × head + 2 × groups × state + heads", self.projected), given)}
         if self.normalised: made["norm.weight"] = inner,
         return {f"{self.name}.{name}": each for name, each in made.items()}
+
+
+@dataclass(frozen=True)
+class BesideConfig:
+    """A mixer beside attention in one layer, whose results are added (Falcon-H1, arXiv 2507.22448): what
+    attention is given is multiplied by `inputs`, what it makes by `outputs`, and what the mixer makes by
+    `mixed`."""
+    mixer: MixerConfig
+    inputs: float = 1.0
+    outputs: float = 1.0
+    mixed: float = 1.0
+
+    @property
+    def states(self) -> tuple[StateShape, ...]: return self.mixer.states
+
+    @property
+    def width(self) -> int: return self.mixer.width
+
+    def parameters(self, hidden: int) -> int:
+        """Those of the mixer: attention is counted with that of other layers."""
+        return self.mixer.parameters(hidden)
+
+    def sizes(self, hidden: int) -> dict[str, tuple[Extent, ...]]: return self.mixer.sizes(hidden)

@@ -27,7 +27,8 @@ class Mamba2:
         def empty(*shape: int) -> Tensor: return Tensor.empty(*shape, dtype=dtype, device=device)
         self.own, self.dtype = own, dtype
         self.input = Linear(config.hidden_size, own.projected, own.bias, dtype, device)
-        self.output = Linear(own.inner, config.hidden_size, own.bias, dtype, device)
+        biased = own.bias if own.output_bias is None else own.output_bias
+        self.output = Linear(own.inner, config.hidden_size, biased, dtype, device)
         self.weight = empty(own.channels, 1, own.taps)
         self.conv_bias = empty(own.channels) if own.conv_bias else None
         self.decay, self.bias, self.skip = empty(own.heads), empty(own.heads), empty(own.heads)
@@ -52,7 +53,8 @@ class Mamba2:
         return {f"{self.own.name}.{name}": each for name, each in made.items()}
 
     def __call__(self, x: Tensor, batch: Batch, cache: LayerStates | States | None) -> Tensor:
-        own, both = self.own, self.input(x).contiguous().reshape(-1, self.own.projected)
+        own = self.own
+        both = self.project(x).contiguous().reshape(-1, own.projected)
         gate, rows, step = both.split([own.inner, own.channels, own.heads], dim=-1)
         step = (step.float() + self.bias.float()).softplus()
         if own.limits is not None: step = step.clip(*own.limits)
@@ -72,6 +74,14 @@ class Mamba2:
         made = over_runs(batch, x, cache, own.states, scan, self.dtype)
         return self.output(self.gate(made.reshape(*x.shape[:2], own.inner),
                                      gate.reshape(*x.shape[:2], own.inner)).cast(x.dtype).contiguous())
+
+    def project(self, x: Tensor) -> Tensor:
+        """Gate, x, B, C and time steps of tokens, with the factors that there are."""
+        own = self.own
+        if not own.scales: return self.input(x)
+        sizes = (own.inner, own.inner, own.shared, own.shared, own.heads)
+        parts = self.input(x * own.scales[0]).split(list(sizes), dim=-1)
+        return Tensor.cat(*(part * factor for part, factor in zip(parts, own.scales[1:], strict=True)), dim=-1)
 
     def gate(self, made: Tensor, gate: Tensor) -> Tensor:
         """Results (B, T, inner), float32, with their gate and norm."""

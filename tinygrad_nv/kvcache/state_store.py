@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from tinygrad import Device, Tensor
 from tinygrad.dtype import DType
 
-from tinygrad_nv.kvcache.store import CACHE, LayerPages, LayerStates, PagedCache
+from tinygrad_nv.kvcache.store import CACHE, LayerBoth, LayerPages, LayerStates, PagedCache
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Fill
 from tinygrad_nv.runtime.memory import allocate, discard
@@ -41,20 +41,20 @@ class StateStore:
         """The states of all layers."""
         return [tensor for each in self.layers.values() for tensor in each.tensors]
 
-    def join(self, pages: PagedCache) -> PagedCache:
-        """The cache of all layers, of which `pages` has those with keys and values."""
-        count, others = len(self.layers) + len(pages.layers), iter(range(len(pages.layers)))
-        layers: list[LayerPages | LayerStates] = []
-        groups: list[int] = []
-        for i in range(count):
-            if i in self.layers:
-                layers.append(self.layers[i])
-                groups.append(0)
+    def join(self, pages: PagedCache, attention: Sequence[int], layers: int) -> PagedCache:
+        """The cache of so many layers, of which `pages` has those with `attention`, in their order."""
+        made: list[LayerPages | LayerStates | LayerBoth] = []
+        groups = [0] * layers
+        for i in range(layers):
+            states = self.layers.get(i)
+            if i not in attention:
+                made.append(states or LayerStates(()))
                 continue
-            at = next(others)
-            layers.append(pages.layers[at])
-            groups.append(pages.group(at))
-        return PagedCache(tuple(layers), tuple(groups))
+            at = attention.index(i)
+            own, groups[i] = pages.layers[at], pages.group(at)
+            assert isinstance(own, LayerPages)
+            made.append(own if states is None else LayerBoth(own, states))
+        return PagedCache(tuple(made), tuple(groups))
 
     def discard(self) -> None:
         """Gives the memory of all states back, on a CPU. What they held is lost."""

@@ -46,9 +46,16 @@ class LayerStates:
 
 
 @dataclass(frozen=True)
+class LayerBoth:
+    """Keys and values of a layer that has states, too."""
+    pages: LayerPages
+    states: LayerStates
+
+
+@dataclass(frozen=True)
 class PagedCache:
     """The pages of every layer, and of each layer its group (groups.py); () if there is one group."""
-    layers: tuple[LayerPages | LayerStates, ...]
+    layers: tuple[LayerPages | LayerStates | LayerBoth, ...]
     groups: tuple[int, ...] = ()
 
     def group(self, layer: int) -> int:

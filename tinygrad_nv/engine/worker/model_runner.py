@@ -114,7 +114,8 @@ class ModelRunner:
         if model.config.has_states:
             self.states = StateStore(model.config.state_shapes(model.dtype), self.device,
                                      states or PAGES_OF_SEQUENCE * max_seqs)
-            self.cache = self.states.join(self.store.cache)
+            self.cache = self.states.join(self.store.cache, model.config.attention_layers,
+                                          model.config.num_layers)
         if dtype in BYTES:
             self.store.scale(self._cache_scales() if bundled is None else bundled.cache_scales)
         self.tables = HostBlockTables(max_seqs, self.entries, len(self.groups.windows))
