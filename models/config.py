@@ -57,7 +57,8 @@ class ModelConfig:
     values are computed of latents, and `head_dim` is that of queries. A checkpoint's `draft_layers` after the
     others are not read. Layers with an entry in `mixers` have that in the place of attention (models/mixers/).
     `halves` says of each layer whether it has "both" halves, or attention or a "mixer" alone, or a
-    "feed_forward" alone; () is both of all. With `float32_residuals` layers add up in float32. Gates of a feed-forward are multiplied by the first of `mlp_scales` before the activation, what it makes by the
+    "feed_forward" alone; () is both of all. With `float32_residuals` layers add up in float32. Unless `mlp_gated` a feed-forward is down(act(up(x))).
+    Gates of a feed-forward are multiplied by the first of `mlp_scales` before the activation, what it makes by the
     second. With `gated_attention` queries come with a gate for each of their elements. Unless `causal` tokens attend in both directions, and a window is as wide on either
     side (embedding models). `output_bias` is the bias of the attention's output projection, `quantization`
     the quantization_config.
@@ -99,6 +100,7 @@ class ModelConfig:
     float32_residuals: bool = False
     gated_attention: bool = False
     mlp_scales: tuple[float, float] = (1.0, 1.0)
+    mlp_gated: bool = True
     draft_layers: int = 0
     causal: bool = True
     names: Names = LLAMA_NAMES
@@ -199,14 +201,15 @@ class ModelConfig:
         mixing += sum(each.parameters(self.hidden_size) for each in self.mixers if each is not None)
         norms = self.hidden_size * sum(len(self.norm_names(i)) for i in range(self.num_layers))
         forward = [i for i in range(self.num_layers) if self.has_feed_forward(i)]
-        dense = 3 * self.hidden_size * self.intermediate_size
-        dense += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
+        inner = (1 + self.mlp_gated) * self.intermediate_size
+        dense = self.hidden_size * (inner + self.intermediate_size) + (inner + self.hidden_size) * self.mlp_bias
         mixtures = 0 if self.moe is None else sum(self.moe.layers[i] for i in forward)
         made = mixing + norms + (len(forward) - mixtures) * dense
         if self.moe is not None:
             made += mixtures * self.moe.parameters(self.hidden_size)
-            shared = 2 * self.moe.shared_width + self.hidden_size if self.moe.shared_width else 0
-            made += mixtures * shared * self.mlp_bias
+            width, latent = self.moe.shared_width, self.moe.latent
+            shared = (1 + self.moe.gated) * width + self.hidden_size if width else 0
+            made += mixtures * (shared + (latent + self.hidden_size if latent else 0)) * self.mlp_bias
         return made + self.hidden_size * (self.vocab_size * (2 - self.tied) + 1)
 
     def inactive_parameters(self, tokens: int = 1) -> int:
@@ -292,7 +295,7 @@ def parse_config(data: Mapping[str, Any], name: str = "config.json", family: Fam
     architecture; `embeds`: it generates no text, so it need not be causal."""
     data = language_config(data, name)
     if family is None: family = FAMILIES[_architecture(data, name)]
-    raw = {**family.defaults, **data}
+    raw = family.complete(Fields({**family.defaults, **data}, name)).raw
     _require_implemented(raw, family.honours, name)
     f = Fields(raw, name)
     hidden, heads = f.positive("hidden_size"), f.positive("num_attention_heads")

@@ -26,15 +26,20 @@ from .layers import Linear, activate
 
 
 class FeedForward:
-    """Gated feed-forward: down(act(gate(x)) · up(x)) (arXiv 2002.05202)."""
+    """Gated feed-forward: down(act(gate(x)) · up(x)) (arXiv 2002.05202); down(act(up(x))) where a model has
+    no gates."""
 
     def __init__(self, config: ModelConfig, width: int, dtype: DType, device: str | None) -> None:
         self.activation, self.width, self.scales = config.activation, width, config.mlp_scales
-        self.gate_up = Linear(config.hidden_size, 2 * self.width, config.mlp_bias, dtype, device)
+        self.gated = config.mlp_gated
+        inner = (1 + self.gated) * self.width
+        self.gate_up = Linear(config.hidden_size, inner, config.mlp_bias, dtype, device)
         self.down = Linear(self.width, config.hidden_size, config.mlp_bias, dtype, device)
 
     def __call__(self, x: Tensor) -> Tensor:
         gate_scale, down_scale = self.scales
+        if not self.gated:
+            return self.down(activate(self.gate_up(x).contiguous_backward(), self.activation).contiguous())
         if TRAINING and gate_scale == down_scale == 1:
             return self.down(F.gate_up(self.gate_up(x), self.activation).contiguous())
         both = self.gate_up(x).contiguous_backward().split([self.width, self.width], dim=-1)
@@ -59,8 +64,12 @@ class MixtureOfExperts:
         count = len(self.own)
         self.router = empty(moe.experts, hidden)
         # an expert's gate, then its up; one below the other
-        self.gate_up = empty(count * 2 * moe.width, hidden)
-        self.down = empty(count * hidden, moe.width)
+        self.inputs = moe.latent or hidden
+        self.gate_up = empty(count * moe.inner, self.inputs)
+        self.down = empty(count * self.inputs, moe.width)
+        self.latents: tuple[Linear, Linear] | None = None
+        if moe.latent: self.latents = (Linear(hidden, moe.latent, config.mlp_bias, dtype, device),
+                                       Linear(moe.latent, hidden, config.mlp_bias, dtype, device))
         self.router_bias = self.gate_up_bias = self.down_bias = None
         if moe.biased:
             self.router_bias = empty(moe.experts)
@@ -95,14 +104,17 @@ class MixtureOfExperts:
         if moe.scaled_inputs:
             slots = x.unsqueeze(1) * routing.weights.cast(x.dtype).unsqueeze(-1)
             x, gather, weights = slots.reshape(-1, hidden).contiguous(), 1, None
-        inner = _multiply(x, self.gate_up_stack, self.gate_up.reshape(count, 2 * moe.width, hidden),
-                            routing, gather=gather, activation=self.activation, bias=self.gate_up_bias,
-                            partial=here is not None)
-        made = _multiply(inner, self.down_stack, self.down.reshape(count, hidden, moe.width), routing,
+        if self.latents is not None: x = self.latents[0](x).contiguous()
+        inner = _multiply(x, self.gate_up_stack, self.gate_up.reshape(count, moe.inner, self.inputs),
+                            routing, gather=gather, activation=self.activation if moe.gated else "",
+                            bias=self.gate_up_bias, partial=here is not None)
+        if not moe.gated: inner = activate(inner, self.activation).contiguous()
+        made = _multiply(inner, self.down_stack, self.down.reshape(count, self.inputs, moe.width), routing,
                            scatter=True, weights=weights, bias=self.down_bias, partial=here is not None)
-        made = made.reshape(tokens, moe.policy.k, hidden)
+        made = made.reshape(tokens, moe.policy.k, self.inputs)
         # rows of no expert may hold anything
-        return (made if here is None else here.unsqueeze(-1).where(made, 0)).sum(1)
+        made = (made if here is None else here.unsqueeze(-1).where(made, 0)).sum(1)
+        return made if self.latents is None else self.latents[1](made.contiguous())
 
     def _here(self, routing: F.Routing) -> tuple[F.Routing, Tensor]:
         """The routing over the experts of this rank, and which of the slots (T, k) are theirs."""

@@ -129,7 +129,8 @@ def _attention(c: ModelConfig, hidden: Extent) -> Shapes:
 
 def _dense(c: ModelConfig, hidden: Extent) -> Shapes:
     names, width = c.names, ("intermediate_size", c.intermediate_size)
-    rows = width if len(names.gate_up) == 2 else ("2 × intermediate_size", 2 * c.intermediate_size)
+    fused = len(names.gate_up) == 1 and c.mlp_gated
+    rows = ("2 × intermediate_size", 2 * c.intermediate_size) if fused else width
     return {f"{names.down}.weight": (hidden, width),
             **{f"{name}.weight": (rows, hidden) for name in names.gate_up}}
 
@@ -138,12 +139,13 @@ def _mixture(c: ModelConfig, attention: Shapes, hidden: Extent) -> Module:
     """A layer with a mixture of experts."""
     if (moe := c.moe) is None: return Module(attention)
     count, width, prefix = (EXPERTS, moe.experts), (WIDTH, moe.width), c.names.expert.removesuffix("{}")
-    gate, up, down = c.names.expert_matrices
+    *inner, down = c.names.expert_matrices
+    inputs = ("moe_latent_size", moe.latent) if moe.latent else hidden
     fused: Shapes = dict(zip(c.names.fused_tensors, (
         (count, hidden, (f"2 × {WIDTH}", 2 * moe.width)), (count, width, hidden)), strict=True))
     if c.names.fused == "rows": fused = {name: (e, wide, tall) for name, (e, tall, wide) in fused.items()}
     if not c.names.fused: fused = {}
-    expert = Module({f"{gate}.weight": (width, hidden), f"{up}.weight": (width, hidden),
-                     f"{down}.weight": (hidden, width)})
+    expert = Module({**{f"{name}.weight": (width, inputs) for name in inner},
+                     f"{down}.weight": (inputs, width)})
     return Module({**attention, **fused, f"{c.names.router}.weight": (count, hidden)},
                   (Stack(prefix, EXPERTS, moe.experts, lambda number: expert, instead=tuple(fused)),))

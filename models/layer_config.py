@@ -20,7 +20,8 @@ class MoEConfig:
     chooses them. `shared_width` is that of the expert that every token has, 0 for none; with `shared_gate`
     it is multiplied with the sigmoid of a logit. `choice_bias`: scores have a bias where experts are chosen;
     `exact_router`: logits are computed in float32. `biased`: router and experts have biases. `scaled_inputs`:
-    weights multiply what an expert is given, not what it makes."""
+    weights multiply what an expert is given, not what it makes. Unless `gated` an expert is down(act(up(x))).
+    With `latent` experts take and give so many elements, between two projections that all share."""
     experts: int
     width: int
     policy: Policy
@@ -31,10 +32,18 @@ class MoEConfig:
     exact_router: bool = False
     biased: bool = False
     scaled_inputs: bool = False
+    gated: bool = True
+    latent: int = 0
+
+    @property
+    def inner(self) -> int:
+        """Rows of an expert's first matrix."""
+        return (1 + self.gated) * self.width
 
     def parameters(self, hidden: int) -> int:
-        """Returns the number of parameters of one layer."""
-        made = hidden * (self.experts * (3 * self.width + 1) + 3 * self.shared_width + self.shared_gate)
+        """Returns the number of parameters of one layer, without biases of what all tokens have."""
+        made = self.experts * (self.inner + self.width) * (self.latent or hidden) + 2 * hidden * self.latent
+        made += hidden * (self.experts + (2 + self.gated) * self.shared_width + self.shared_gate)
         if self.biased: made += self.experts * (1 + 2 * self.width + hidden)
         return made + self.experts * self.choice_bias
 
@@ -52,7 +61,8 @@ class MoEConfig:
 
     def inactive(self, hidden: int, tokens: int = 1) -> float:
         """Expected parameters of one layer's experts that none of `tokens` tokens has."""
-        return 3 * hidden * self.width * (self.experts - self.distinct(tokens))
+        each = (self.inner + self.width) * (self.latent or hidden)
+        return each * (self.experts - self.distinct(tokens))
 
 
 COUNTS = ("num_local_experts", "num_experts")     # transformers takes either
@@ -125,11 +135,12 @@ class Names:
     router: str = "mlp.gate"
     choice_bias: str = "mlp.gate.e_score_correction_bias"
     expert: str = "mlp.experts.{}"
-    expert_matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    expert_matrices: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     fused: str = ""
     fused_tensors: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     shared_expert: str = "mlp.shared_expert"
     shared_matrices: tuple[str, ...] = ()
+    latents: tuple[str, str] = ("mlp.fc1_latent_proj", "mlp.fc2_latent_proj")
     sinks: str = "self_attn.sinks"
     last_norm: str = "model.norm"       # after all layers
     unread: tuple[str, ...] = ()        # how names of tensors begin that are for something else

@@ -121,7 +121,7 @@ class RMSNorm:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: 0.5 * x * (1 + (x * 0.5 ** 0.5).erf()), "gelu_tanh": Tensor.gelu,
     "gelu_new": Tensor.gelu, "gelu_pytorch_tanh": Tensor.gelu,
-    "quick_gelu": lambda x: x * (1.702 * x).sigmoid(), "relu": Tensor.relu, "silu": Tensor.silu,
+    "relu2": lambda x: x.relu().square(), "quick_gelu": lambda x: x * (1.702 * x).sigmoid(), "relu": Tensor.relu, "silu": Tensor.silu,
     "swish": Tensor.silu}
 
 

@@ -89,7 +89,7 @@ def apart(config: ModelConfig, entries: dict[str, TensorEntry], directory: Path)
     if moe is None or not names.fused: return entries
     layers = [f"model.layers.{i}." for i, mixture in enumerate(moe.layers) if mixture
               and config.has_feed_forward(i)]
-    first, second, third = (f"{names.expert.format(0)}.{matrix}." for matrix in names.expert_matrices)
+    first, *others, third = (f"{names.expert.format(0)}.{matrix}." for matrix in names.expert_matrices)
     if any(name.startswith(f"{layer}{first}") for layer in layers for name in entries): return entries
     rows, (gate_up, down) = names.fused == "rows", names.fused_tensors
     shapes = _shapes(moe, config.hidden_size, gate_up, down, rows)
@@ -101,7 +101,7 @@ def apart(config: ModelConfig, entries: dict[str, TensorEntry], directory: Path)
     for layer in layers:
         for name, shape in shapes.items():
             entry, suffix = made.pop(f"{layer}{name}"), "bias" if name.endswith(BIAS) else "weight"
-            parts = {first: (0, step, moe.width), second: (up, step, moe.width)}
+            parts = {first: (0, step, moe.width), **{second: (up, step, moe.width) for second in others}}
             if not name.startswith(gate_up): parts = {third: (0, 1, shape[-2] if rows else shape[-1])}
             for i in range(moe.experts):
                 for one, part in parts.items():
@@ -112,7 +112,7 @@ def apart(config: ModelConfig, entries: dict[str, TensorEntry], directory: Path)
 
 def _shapes(moe: MoEConfig, hidden: int, gate_up: str, down: str, rows: bool) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a layer's tensors."""
-    shapes: dict[str, tuple[int, ...]] = {gate_up: (moe.experts, hidden, 2 * moe.width),
+    shapes: dict[str, tuple[int, ...]] = {gate_up: (moe.experts, hidden, moe.inner),
                                           down: (moe.experts, moe.width, hidden)}
     if rows: shapes = {name: (count, wide, tall) for name, (count, tall, wide) in shapes.items()}
     if moe.biased:

@@ -111,22 +111,23 @@ def slots(model: Llama) -> dict[str, WeightSlice]:
 def _experts(model: Llama, layer: int, block: MixtureOfExperts) -> dict[str, WeightSlice]:
     """Returns the slots of a mixture of experts: its router, and each expert's rows of the stacked
     matrices."""
-    names, prefix, width, hidden = (model.config.names, f"model.layers.{layer}", block.moe.width,
-                                    model.config.hidden_size)
+    names, prefix, width, hidden = model.config.names, f"model.layers.{layer}", block.moe.width, block.inputs
     out = {f"{prefix}.{names.router}.weight": _whole(block.router)}
     if block.router_bias is not None: out[f"{prefix}.{names.router}.bias"] = _whole(block.router_bias)
     if block.choice_bias is not None: out[f"{prefix}.{names.choice_bias}"] = _whole(block.choice_bias)
     if block.shared_gate is not None:
         out[f"{prefix}.{names.shared_expert}_gate.weight"] = _whole(block.shared_gate)
-    gate, up, down = names.expert_matrices
+    *inner, down = names.expert_matrices
     for i, number in enumerate(block.own):
         expert = f"{prefix}.{names.expert.format(number)}"
-        out[f"{expert}.{gate}.weight"] = WeightSlice(block.gate_up, 2 * i * width, (width, hidden))
-        out[f"{expert}.{up}.weight"] = WeightSlice(block.gate_up, (2 * i + 1) * width, (width, hidden))
+        for at, matrix in enumerate(inner):
+            first = (len(inner) * i + at) * width
+            out[f"{expert}.{matrix}.weight"] = WeightSlice(block.gate_up, first, (width, hidden))
         out[f"{expert}.{down}.weight"] = WeightSlice(block.down, i * hidden, (hidden, width))
         if block.gate_up_bias is not None and block.down_bias is not None:
-            out[f"{expert}.{gate}.bias"] = WeightSlice(block.gate_up_bias, 2 * i * width, (width,))
-            out[f"{expert}.{up}.bias"] = WeightSlice(block.gate_up_bias, (2 * i + 1) * width, (width,))
+            for at, matrix in enumerate(inner):
+                first = (len(inner) * i + at) * width
+                out[f"{expert}.{matrix}.bias"] = WeightSlice(block.gate_up_bias, first, (width,))
             out[f"{expert}.{down}.bias"] = WeightSlice(block.down_bias, i * hidden, (hidden,))
     return out
 

@@ -24,7 +24,7 @@ PLACES = {
     "Qwen3_5ForCausalLM": "qwen3_next.QWEN3_5", "Qwen3_5MoeForCausalLM": "qwen3_next.QWEN3_5_MOE",
     "BambaForCausalLM": "mamba2.BAMBA", "Mamba2ForCausalLM": "mamba2.MAMBA2",
     "GraniteMoeHybridForCausalLM": "granite_hybrid.FAMILY", "Lfm2MoeForCausalLM": "lfm2.LFM2_MOE",
-    "FalconH1ForCausalLM": "falcon_h1.FAMILY",
+    "FalconH1ForCausalLM": "falcon_h1.FAMILY", "NemotronHForCausalLM": "nemotron_h.FAMILY",
     "DeepseekV2ForCausalLM": "deepseek.V2", "DeepseekV3ForCausalLM": "deepseek.V3",
 }
 

@@ -18,12 +18,13 @@ class Family:
     """`defaults` are what transformers' own config class fills in where config.json leaves a key out;
     `honours` the fields that change what is computed, and that this family computes (`config.REFUSED` has
     all); `settings(f)` what of `ModelConfig` differs from LLaMA's. It raises `ModelError`. `head_dim` is the
-    key of the elements of a head that rope may rotate."""
+    key of the elements of a head that rope may rotate. `complete(f)` adds what a file says by other keys."""
     architecture: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     honours: frozenset[str] = frozenset()
     settings: Callable[[Fields], dict[str, Any]] = lambda f: {}
     head_dim: str = "head_dim"
+    complete: Callable[[Fields], Fields] = lambda f: f
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -24,8 +24,8 @@ SIZES = {"mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mam
 def mamba_config(f: Fields, name: str = "mamba", **more: Any) -> Mamba2Config:
     """The state spaces of a file whose keys begin with mamba_. Raises `ModelError`."""
     heads, groups = f.positive("mamba_n_heads"), f.positive("mamba_n_groups")
-    inner = int(f.number("mamba_expand") * f.positive("hidden_size"))
     if f.get("mamba_d_ssm") is not None: inner = f.positive("mamba_d_ssm")
+    else: inner = int(f.number("mamba_expand") * f.positive("hidden_size"))
     head = inner // heads if f.get("mamba_d_head") == "auto" else f.positive("mamba_d_head")
     if heads * head != inner:
         raise ModelError(f"{f.name}: mamba_n_heads {heads} × mamba_d_head {head}",

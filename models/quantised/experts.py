@@ -74,9 +74,9 @@ def names_of(model: Llama, layer: int, half: Half) -> list[str]:
     """Returns the names of the matrices of a stack, without .weight, in order."""
     block, names = model.blocks[layer].feed_forward, model.config.names
     assert isinstance(block, MixtureOfExperts)
-    gate, up, down = names.expert_matrices
+    *inner, down = names.expert_matrices
     return [f"model.layers.{layer}.{names.expert.format(i)}.{matrix}" for i in block.own
-            for matrix in ((gate, up) if half == "gate_up" else (down,))]
+            for matrix in (inner if half == "gate_up" else (down,))]
 
 
 def plan_stacks(model: Llama, layer: int, reader: Reader, stored: Stored) -> Iterator[StoredStack]:
@@ -84,7 +84,7 @@ def plan_stacks(model: Llama, layer: int, reader: Reader, stored: Stored) -> Ite
     are of several types."""
     block = model.blocks[layer].feed_forward
     if not isinstance(block, MixtureOfExperts): return
-    width, hidden = block.moe.width, model.config.hidden_size
+    width, hidden = block.moe.width, block.inputs
     shapes: dict[Half, tuple[int, int]] = {"gate_up": (width, hidden), "down": (hidden, width)}
     for half, shape in shapes.items():
         names = names_of(model, layer, half)

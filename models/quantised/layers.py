@@ -105,8 +105,11 @@ def projections(model: Llama, layer: int) -> list[Projection]:
         matrices = names.shared_matrices or names.expert_matrices
         dense, (*gate_up, down) = half.shared, (f"{names.shared_expert}.{x}" for x in matrices)
     else: dense = half
+    if isinstance(half, MixtureOfExperts) and half.latents is not None:
+        linears += [(each, (name,), (int(each.weight.shape[0]),))
+                    for each, name in zip(half.latents, names.latents, strict=True)]
     if dense is not None:
-        linears += [(dense.gate_up, tuple(gate_up), (dense.width, dense.width)),
+        linears += [(dense.gate_up, tuple(gate_up), (dense.width,) * (1 + dense.gated)),
                     (dense.down, (down,), (c.hidden_size,))]
     for linear, stored, rows in linears:
         if len(stored) == 1: rows = sum(rows),
