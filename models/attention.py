@@ -83,7 +83,8 @@ class Attention:
         """Its matrices as a checkpoint stores them."""
         c, names = self.config, self.config.names
         q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        return [(self.qkv, names.qkv, (q * (1 + self.gated), kv, kv)), (self.output, (names.output,), (c.hidden_size,))]
+        queries = q * (1 + self.gated)
+        return [(self.qkv, names.qkv, (queries, kv, kv)), (self.output, (names.output,), (c.hidden_size,))]
 
     @property
     def norms(self) -> dict[str, RMSNorm]:

@@ -55,13 +55,14 @@ class ModelConfig:
     `sinks` are a logit of each head beside those of keys. With `rope_interleaved` adjacent elements of a head
     are rotated together, in float32; layers without rope have the `temperature`. With `latent` keys and
     values are computed of latents, and `head_dim` is that of queries. A checkpoint's `draft_layers` after the
-    others are not read. Layers with an entry in `mixers` have that in the place of attention (models/mixers/).
-    `halves` says of each layer whether it has "both" halves, or attention or a "mixer" alone, or a
-    "feed_forward" alone; () is both of all. With `float32_residuals` layers add up in float32. Unless `mlp_gated` a feed-forward is down(act(up(x))).
-    Gates of a feed-forward are multiplied by the first of `mlp_scales` before the activation, what it makes by the
-    second. With `gated_attention` queries come with a gate for each of their elements. Unless `causal` tokens attend in both directions, and a window is as wide on either
-    side (embedding models). `output_bias` is the bias of the attention's output projection, `quantization`
-    the quantization_config.
+    others are not read. Layers with an entry in `mixers` have that in the place of attention
+    (models/mixers/). `halves` says of each layer whether it has "both" halves, or attention or a "mixer"
+    alone, or a "feed_forward" alone; () is both of all. With `float32_residuals` layers add up in float32.
+    Unless `mlp_gated` a feed-forward is down(act(up(x))). Gates of a feed-forward are multiplied by the first
+    of `mlp_scales` before the activation, what it makes by the second. With `gated_attention` queries come
+    with a gate for each of their elements. Unless `causal` tokens attend in both directions, and a window is
+    as wide on either side (embedding models). `output_bias` is the bias of the attention's output projection,
+    `quantization` the quantization_config.
     """
     architecture: str
     vocab_size: int
@@ -202,7 +203,8 @@ class ModelConfig:
         norms = self.hidden_size * sum(len(self.norm_names(i)) for i in range(self.num_layers))
         forward = [i for i in range(self.num_layers) if self.has_feed_forward(i)]
         inner = (1 + self.mlp_gated) * self.intermediate_size
-        dense = self.hidden_size * (inner + self.intermediate_size) + (inner + self.hidden_size) * self.mlp_bias
+        dense = self.hidden_size * (inner + self.intermediate_size)
+        dense += (inner + self.hidden_size) * self.mlp_bias
         mixtures = 0 if self.moe is None else sum(self.moe.layers[i] for i in forward)
         made = mixing + norms + (len(forward) - mixtures) * dense
         if self.moe is not None:

@@ -89,7 +89,8 @@ def _in_stack(stack: Stack, entries: Entries) -> Iterator[str]:
 def decoder_sizes(c: ModelConfig) -> Module:
     """The sizes of a decoder."""
     hidden, names = ("hidden_size", c.hidden_size), c.names
-    tensors: Shapes = {EMBEDDING: (("vocab_size", c.vocab_size), hidden), f"{names.last_norm}.weight": (hidden,)}
+    tensors: Shapes = {EMBEDDING: (("vocab_size", c.vocab_size), hidden),
+                       f"{names.last_norm}.weight": (hidden,)}
     if not c.tied: tensors[HEAD] = tensors[EMBEDDING]
 
     def layer(number: int) -> Module:

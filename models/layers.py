@@ -121,8 +121,8 @@ class RMSNorm:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: 0.5 * x * (1 + (x * 0.5 ** 0.5).erf()), "gelu_tanh": Tensor.gelu,
     "gelu_new": Tensor.gelu, "gelu_pytorch_tanh": Tensor.gelu,
-    "relu2": lambda x: x.relu().square(), "quick_gelu": lambda x: x * (1.702 * x).sigmoid(), "relu": Tensor.relu, "silu": Tensor.silu,
-    "swish": Tensor.silu}
+    "quick_gelu": lambda x: x * (1.702 * x).sigmoid(), "relu": Tensor.relu,
+    "relu2": lambda x: x.relu().square(), "silu": Tensor.silu, "swish": Tensor.silu}
 
 
 def activate(x: Tensor, name: str) -> Tensor:

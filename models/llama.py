@@ -18,14 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv import functional as F
-from tinygrad_nv.kvcache.store import PagedCache
+from tinygrad_nv.kvcache.store import HybridCache, LayerBoth, LayerStates, PagedCache
 from tinygrad_nv.quant.activations import QWeight
 from tinygrad_nv.quant.tensor import QTensor
 from tinygrad_nv.runtime.observe.ranges import layer
@@ -36,9 +36,12 @@ from .config import ModelConfig
 from .dense import DenseBatch, DenseKVCache, Position
 from .feed_forward import FeedForward, MixtureOfExperts
 from .latent import LatentAttention
-from .mixers import Mixer, make_mixer
 from .layers import InsertedRows, RMSNorm, lookup_quantised, multiply
+from .mixers import Mixer, make_mixer
 from .paged import PackedBatch, PagedBatch, RopeTables, rope_tables
+
+AnyMixer: TypeAlias = Attention | LatentAttention | Mixer
+LayerCache: TypeAlias = Cache | LayerStates | LayerBoth
 
 if TYPE_CHECKING:   # a program of one device does not load it
     from .parallel import Parallel
@@ -54,7 +57,7 @@ class Block:
             return RMSNorm.of(config.hidden_size, config, dtype, device) if name else None
         self.config, self.parallel, self.index, names = config, parallel, index, config.names
         self.dtype = dtype
-        self.attention: Attention | LatentAttention | Mixer | None
+        self.attention: AnyMixer | None
         mixes, feeds = config.has_mixer(index), config.has_feed_forward(index)
         if not mixes: self.attention = None
         elif (mixer := config.mixer(index)) is not None:
@@ -99,18 +102,19 @@ class Block:
         return None if found is None else (found[1], found[0])
 
     def __call__(self, x: Tensor, batch: DenseBatch | PagedBatch | PackedBatch,
-                 cache: Cache | None) -> Tensor:
+                 cache: LayerCache | None) -> Tensor:
         if self.region is not None and cache is None: return self.region(x, batch, cache)
         return self.compute(x, batch, cache)
 
     def compute(self, x: Tensor, batch: DenseBatch | PagedBatch | PackedBatch,
-                 cache: Cache | None) -> Tensor:
+                 cache: LayerCache | None) -> Tensor:
         """Computes the layer for x (B, T, hidden)."""
         both = None
         if self.attention is not None:
             with layer("attention"):
                 h = self.begin_half(x, self.attention_norm, "attention")
-                made = self.attention(h, batch, cache)
+                mix: Callable[..., Tensor] = self.attention     # whose cache is of its own kind
+                made = mix(h, batch, cache)
                 both = self.end_and_begin(x, made)
                 x = self.end_half(x, made, self.attention_post_norm, "attention") if both is None else both[0]
         if self.feed_forward is None: return x.contiguous()
@@ -237,7 +241,8 @@ class Llama:
         with layer("head"):
             return self.logits(row).float().reshape(tokens.shape[0], self.config.vocab_size)
 
-    def step_paged(self, tokens: Tensor, batch: PagedBatch | Sequence[PagedBatch], cache: PagedCache,
+    def step_paged(self, tokens: Tensor, batch: PagedBatch | Sequence[PagedBatch],
+                   cache: PagedCache | HybridCache,
                    logits_indices: Tensor | None = None, images: InsertedRows | None = None) -> Tensor:
         """Appends tokens (T,) of the sequences in `batch` to their pages; float32 logits (R, vocab) of the
         tokens `logits_indices`, int32 (R,), or of all. A rank of several gives those of its part of the

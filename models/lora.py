@@ -137,7 +137,7 @@ def adaptable(model: Llama) -> list[Projection]:
     """The projections that an adapter may change, those of a `Linear` one after the other."""
     made = list[Projection]()
     for i, block in enumerate(model.blocks):
-        own = {id(linear) for linear, _, _ in block.attention.linears}
+        own = {id(linear) for linear, _, _ in (block.attention.linears if block.attention else ())}
         made += [each for each in projections(model, i)
                  if isinstance(block.attention, Attention) or id(each.linear) not in own]
     return made

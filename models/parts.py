@@ -11,7 +11,8 @@ matrices of each expert. It replaces, of a layer's experts with I columns betwee
     gate_up_proj [E, H, 2 I]    columns gate, up, gate, up … ("interleaved"), or gate | up ("halves")
     down_proj    [E, I, H]
 
-or as "rows" [E, 2 I, H], gate | up, and [E, H, I], and their biases gate_up_proj_bias [E, 2 I] and down_proj_bias [E, H] by what other checkpoints have:
+or as "rows" [E, 2 I, H], gate | up, and [E, H, I], and their biases gate_up_proj_bias [E, 2 I] and
+down_proj_bias [E, H] by what other checkpoints have:
 gate_proj, up_proj [I, H] and down_proj [H, I] of each expert, which are strided views of the same bytes. Of
 MXFP4, which has blocks and scales instead of the first two, only the biases are taken apart here.
 """
@@ -101,12 +102,12 @@ def apart(config: ModelConfig, entries: dict[str, TensorEntry], directory: Path)
     for layer in layers:
         for name, shape in shapes.items():
             entry, suffix = made.pop(f"{layer}{name}"), "bias" if name.endswith(BIAS) else "weight"
-            parts = {first: (0, step, moe.width), **{second: (up, step, moe.width) for second in others}}
+            parts = {first: (0, step, moe.width), **dict.fromkeys(others, (up, step, moe.width))}
             if not name.startswith(gate_up): parts = {third: (0, 1, shape[-2] if rows else shape[-1])}
             for i in range(moe.experts):
                 for one, part in parts.items():
                     own = f"{layer}{one.replace(names.expert.format(0), names.expert.format(i), 1)}{suffix}"
-                    made[own] = replace(_rows(entry, i, *part) if rows else _columns(entry, i, *part), name=own)
+                    made[own] = replace((_rows if rows else _columns)(entry, i, *part), name=own)
     return made
 
 

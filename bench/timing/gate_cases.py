@@ -37,6 +37,7 @@ from bench.lib.specs import (
     with_fp8_scales,
 )
 from tinygrad_nv.tile.attention.spec import Band
+from tinygrad_nv.tile.causal_conv.spec import CausalConvSpec
 from tinygrad_nv.tile.conv.spec import ConvSpec
 from tinygrad_nv.tile.cross_entropy.spec import CrossEntropySpec, DistillationSpec
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
@@ -45,6 +46,7 @@ from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.group_norm.spec import GroupNormSpec
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec, TransposedGroupedSpec
+from tinygrad_nv.tile.linear_attention.spec import Heads, LinearAttentionSpec
 from tinygrad_nv.tile.lora.spec import LoraExpandSpec, LoraShrinkSpec
 from tinygrad_nv.tile.norm.spec import gate_gradient
 from tinygrad_nv.tile.optimizer.spec import AdamWSpec, SquaresSpec
@@ -77,6 +79,15 @@ def table_gradient(rows: int, width: int, tokens: int, dtype: DType = BF16) -> E
 def transpose(spec: GroupedGemmSpec) -> TransposedGroupedSpec:
     """Returns the case for matrices (K, N)."""
     return TransposedGroupedSpec(**{each.name: getattr(spec, each.name) for each in fields(spec)})
+
+
+def recurrent(tokens: int, sequences: int, delta: bool) -> LinearAttentionSpec:
+    """Linear attention of Qwen3-Next's heads with the delta rule, of Nemotron 3's Mamba-2 without."""
+    heads, shared, d_k, d_v = (32, 16, 128, 128) if delta else (64, 8, 128, 64)
+    width = 2 * shared * d_k + heads * d_v
+    own = [Heads(BF16, width, d, at) for d, at in ((d_k, 0), (d_k, shared * d_k), (d_v, 2 * shared * d_k))]
+    return LinearAttentionSpec(tokens, sequences, heads, shared, d_k, d_v, 2 * sequences, own[0], own[1],
+                               own[2], d_k ** -0.5, delta, single=tokens == sequences)
 
 
 def experts_of(type: str, grouped: GroupedGemmSpec) -> QuantGroupedSpec:
@@ -174,6 +185,11 @@ SPECS: dict[str, dict[str, Any]] = {
     "rope_gradient": {
         "q|k|v": RopeGradientSpec(4, 1024, 32, 8, 128, 64, BF16, Angles(BF16, 64)),
         "q of float32": RopeGradientSpec(4, 1024, 32, 8, 128, 64, BF16, Angles(BF16, 64), wide_q=True)},
+    "linear_attention": {
+        "delta rule, 32 decodes": recurrent(32, 32, True), "delta rule, 512 tokens": recurrent(512, 1, True),
+        "Mamba-2, 32 decodes *": recurrent(32, 32, False), "Mamba-2, 512 tokens *": recurrent(512, 1, False)},
+    "causal_conv": {"32 decodes": CausalConvSpec(32, 32, 8192, 4, 64, BF16, 8192, silu=True, single=True),
+                    "512 tokens *": CausalConvSpec(512, 1, 8192, 4, 64, BF16, 8192, silu=True)},
     "group_norm": {"64x64x320": GroupNormSpec(2, 4096, 320, 32, 1e-5, True, BF16, BF16)},
     "conv_wgmma": {"32x32x320": ConvSpec(2, 32, 32, 320, 320, (3, 3), (1, 1), (1, 1, 1, 1), BF16)},
     "conv_mma": {"32x32x320": ConvSpec(2, 32, 32, 320, 320, (3, 3), (1, 1), (1, 1, 1, 1), BF16)},

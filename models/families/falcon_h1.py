@@ -9,11 +9,9 @@ from tinygrad_nv.errors import ModelError, brief
 
 from ..fields import Fields
 from ..mixers.config import BesideConfig
-from ..layer_config import Names
 from .family import Family
-from .mamba2 import FEED_FORWARD, SIZES, mamba_config
+from .mamba2 import BAMBA_NAMES, SIZES, mamba_config
 
-NAMES = Names(feed_forward_norm="pre_ff_layernorm", last_norm="model.final_layernorm", **FEED_FORWARD)
 FACTORS = ("lm_head_multiplier", "embedding_multiplier", "key_multiplier", "attention_out_multiplier",
            "attention_in_multiplier", "ssm_in_multiplier", "ssm_out_multiplier")
 
@@ -35,7 +33,7 @@ def falcon_h1(f: Fields) -> dict[str, Any]:
     mamba = mamba_config(f, normalised=f.flag("mamba_rms_norm"), gates_last=f.flag("mamba_norm_before_gate"),
                          output_bias=f.flag("projectors_bias"), scales=scales if set(scales) != {1.0} else ())
     layers = f.positive("num_hidden_layers")
-    return {"mixers": (BesideConfig(mamba, inputs, outputs, ssm_out),) * layers, "names": NAMES,
+    return {"mixers": (BesideConfig(mamba, inputs, outputs, ssm_out),) * layers, "names": BAMBA_NAMES,
             "mlp_bias": f.flag("mlp_bias"), "mlp_scales": (gate, down), "embedding_scale": embedding,
             "logit_divisor": 1 / head, "attention_scale": f.positive("head_dim") ** -0.5 * key}
 

@@ -21,7 +21,8 @@ NAMES = Names(gate_up=(f"{MLP}.input_linear",), down=f"{MLP}.output_linear", rou
 
 def granite_hybrid(f: Fields) -> dict[str, Any]:
     """Returns the fields of `ModelConfig`."""
-    own, layers, shared = mamba_config(f), f.positive("num_hidden_layers"), f.positive("shared_intermediate_size")
+    own, layers = mamba_config(f), f.positive("num_hidden_layers")
+    shared = f.positive("shared_intermediate_size")
     made = {**settings(f), "names": NAMES, "mlp_bias": False,
             "mixers": tuple(None if kind == "full_attention" else own for kind in list_kinds(f))}
     if f.get("position_embedding_type") != "rope": made["ropes"] = (None,) * layers

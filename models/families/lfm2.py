@@ -16,7 +16,8 @@ from .family import FULL, Family
 CONV = "conv"
 NAMES = Names(attention_norm="operator_norm", feed_forward_norm="ffn_norm", output="self_attn.out_proj",
               q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm",
-              gate_up=("feed_forward.w1", "feed_forward.w3"), down="feed_forward.w2", router="feed_forward.gate", choice_bias="feed_forward.expert_bias",
+              gate_up=("feed_forward.w1", "feed_forward.w3"), down="feed_forward.w2",
+              router="feed_forward.gate", choice_bias="feed_forward.expert_bias",
               expert="feed_forward.experts.{}", expert_matrices=("w1", "w3", "w2"),
               last_norm="model.embedding_norm")
 
@@ -55,7 +56,7 @@ def feed_forward_width(f: Fields) -> int:
 LFM2 = Family("Lfm2ForCausalLM", {"vocab_size": 65_536, "hidden_size": 2560, "intermediate_size": 12_288,
                                   "num_hidden_layers": 32, "num_attention_heads": 32,
                                   "num_key_value_heads": 8, "max_position_embeddings": 128_000,
-                                  "norm_eps": 1e-5, "rope_theta": 1_000_000.0, "conv_bias": False, "conv_L_cache": 3,
+                                  "norm_eps": 1e-5, "rope_theta": 1_000_000.0, "conv_L_cache": 3,
                                   "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
                                   "block_auto_adjust_ff_dim": True, "tie_word_embeddings": True},
               settings=lfm2)

@@ -1,5 +1,5 @@
-"""Models with Mamba-2's state spaces. Mamba-2: these alone, a layer each. Bamba (Granite 4's forerunner): with
-attention in some layers, of which half of a head is rotated.
+"""Models with Mamba-2's state spaces. Mamba-2: these alone, a layer each. Bamba: with attention in some
+layers, of which half of a head is rotated.
 """
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from ..mixers.config import Mamba2Config
 from ..rope import rope_config, rope_parameters
 from .family import Family
 
-FEED_FORWARD = {"gate_up": ("feed_forward.gate_proj", "feed_forward.up_proj"),
-                "down": "feed_forward.down_proj"}
-BAMBA_NAMES = Names(feed_forward_norm="pre_ff_layernorm", last_norm="model.final_layernorm", **FEED_FORWARD)
+BAMBA_NAMES = Names(feed_forward_norm="pre_ff_layernorm", last_norm="model.final_layernorm",
+                    gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"), down="feed_forward.down_proj")
 SIZES = {"mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256,
          "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False}
 

@@ -1,5 +1,6 @@
-"""Nemotron-H (arXiv 2504.03624) and Nemotron 3: layers of one half each, Mamba-2, attention without positions, a
-feed-forward with relu² and no gate, or a mixture of such experts, which may share projections to a latent.
+"""Nemotron-H (arXiv 2504.03624) and Nemotron 3: layers of one half each, which is Mamba-2, attention without
+positions, a feed-forward with relu² and no gate, or a mixture of such experts, which may share projections to
+a latent.
 """
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def complete(f: Fields) -> Fields:
 
 def mixture(f: Fields, layers: list[bool]) -> MoEConfig:
     """The mixture of experts of a file. Raises `ModelError`."""
-    made = moe_config(f, 8, "moe_intermediate_size", layers, f.positive("moe_shared_expert_intermediate_size"),
+    shared = f.positive("moe_shared_expert_intermediate_size")
+    made = moe_config(f, 8, "moe_intermediate_size", layers, shared,
                       renormalize=f.flag("norm_topk_prob"), keys=(EXPERTS, "num_local_experts"),
                       score="sigmoid", choice_bias=True, exact_router=True, gated=False)
     policy = with_groups(f, replace(made.policy, scale=f.number("routed_scaling_factor")))
@@ -69,7 +71,8 @@ def nemotron_h(f: Fields) -> dict[str, Any]:
             "halves": tuple("mixer" if kind in (LINEAR, FULL) else "feed_forward" for kind in kinds),
             "ropes": (None,) * layers, "norm_eps": f.number("layer_norm_epsilon"), "mlp_gated": False,
             "activation": activation(f, "hidden_act"), "mlp_bias": f.flag("mlp_bias"),
-            "float32_residuals": f.flag("residual_in_fp32"), "moe": mixture(f, experts) if any(experts) else None}
+            "float32_residuals": f.flag("residual_in_fp32"),
+            "moe": mixture(f, experts) if any(experts) else None}
 
 
 FAMILY = Family("NemotronHForCausalLM",

@@ -92,4 +92,5 @@ QWEN3_5_MOE = Family("Qwen3_5MoeForCausalLM",
 FAMILY = Family("Qwen3NextForCausalLM",
                 {**ATTENTION, "num_key_value_heads": 2, "num_experts_per_tok": 10,
                  "decoder_sparse_step": 1, "moe_intermediate_size": 512,
-                 "shared_expert_intermediate_size": 512, "norm_topk_prob": True}, frozenset(COUNTS), qwen3_next)
+                 "shared_expert_intermediate_size": 512, "norm_topk_prob": True}, frozenset(COUNTS),
+                qwen3_next)

@@ -10,7 +10,7 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.kvcache.store import LayerBoth
 
-from ..attention import Attention
+from ..attention import Attention, Cache
 from ..config import ModelConfig
 from ..layers import RMSNorm, StoredLinear
 from .config import BesideConfig
@@ -44,13 +44,12 @@ class Beside:
         """Other parameters of the mixer."""
         return self.mixer.tensors
 
-    def __call__(self, x: Tensor, batch: Batch, cache: LayerBoth | LayerStates | States | None) -> Tensor:
+    def __call__(self, x: Tensor, batch: Batch, cache: LayerBoth | States | None) -> Tensor:
         own, count = self.own, len(self.own.states)
-        if cache is None: pages, states = None, None
-        elif isinstance(cache, LayerBoth): pages, states = cache.pages, cache.states
-        else:
-            assert isinstance(cache, tuple)
-            pages, states = cache[:-count], cache[-count:]
+        pages: Cache | None = None
+        states: LayerStates | States | None = None
+        if isinstance(cache, LayerBoth): pages, states = cache.pages, cache.states
+        elif cache is not None: pages, states = cache[:-count], cache[-count:]
         attended = self.attention(scale(x, own.inputs), batch, pages)
         mixed = self.mixer(x, batch, states)
         return scale(mixed, own.mixed) + scale(attended, own.outputs)

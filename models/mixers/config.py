@@ -131,8 +131,8 @@ class Mamba2Config:
     """Mamba-2 (arXiv 2405.21060): `heads` of `head` elements with states of `head` x `state`; `groups` of
     heads share B and C. Time steps stay within `limits`. `bias` is that of projections, `conv_bias` that of
     the convolution of `taps` taps. Results are `normalised` by groups, after the gate unless it `gates_last`.
-    `name` is that of its module in a checkpoint. `scales` multiply its input, and of what the projection gives
-    the gate, x, B, C and time steps."""
+    `name` is that of its module in a checkpoint. `scales` multiply its input, and of what the projection
+    gives the gate, x, B, C and time steps."""
     heads: int
     head: int
     groups: int

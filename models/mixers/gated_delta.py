@@ -39,14 +39,12 @@ class GatedDelta:
     def linears(self) -> list[StoredLinear]:
         """Its matrices as a checkpoint stores them."""
         own, heads = self.own, self.own.heads
-        if own.fused: qkvz, ba = (("in_proj_qkvz",), (own.channels + own.values,)), (("in_proj_ba",),
-                                                                                     (2 * heads,))
-        else:
-            qkvz = ("in_proj_qkv", "in_proj_z"), (own.channels, own.values)
-            ba = ("in_proj_b", "in_proj_a"), (heads, heads)
-        out = ("out_proj",), (int(self.output.weight.shape[0]),)
-        return [(each, tuple(f"linear_attn.{name}" for name in names), rows)
-                for each, (names, rows) in ((self.qkvz, qkvz), (self.ba, ba), (self.output, out))]
+        made = [(self.qkvz, ["qkvz"], [own.channels + own.values]), (self.ba, ["ba"], [2 * heads])]
+        if not own.fused: made = [(self.qkvz, ["qkv", "z"], [own.channels, own.values]),
+                                  (self.ba, ["b", "a"], [heads, heads])]
+        stored = [(each, tuple(f"linear_attn.in_proj_{name}" for name in names), tuple(rows))
+                  for each, names, rows in made]
+        return [*stored, (self.output, ("linear_attn.out_proj",), (int(self.output.weight.shape[0]),))]
 
     @property
     def norms(self) -> dict[str, RMSNorm]:

@@ -81,7 +81,8 @@ class Mamba2:
         if not own.scales: return self.input(x)
         sizes = (own.inner, own.inner, own.shared, own.shared, own.heads)
         parts = self.input(x * own.scales[0]).split(list(sizes), dim=-1)
-        return Tensor.cat(*(part * factor for part, factor in zip(parts, own.scales[1:], strict=True)), dim=-1)
+        scaled = (part * factor for part, factor in zip(parts, own.scales[1:], strict=True))
+        return Tensor.cat(*scaled, dim=-1)
 
     def gate(self, made: Tensor, gate: Tensor) -> Tensor:
         """Results (B, T, inner), float32, with their gate and norm."""

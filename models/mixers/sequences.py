@@ -2,8 +2,8 @@
 
 Protocol: `runs(batch, x)` cuts the tokens of x (B, T, …), taken as one row after the other, into `Run`s: each
 has a table of sequences (tile/linear_attention/spec.py), of one token each or of any number. `LayerStates`
-are a layer's states in pages (kvcache/store.py), in the order of its mixer's `states`. A mixer threads them through its functions of runs, by
-`over_runs`; what these return is joined again.
+are a layer's states in pages (kvcache/store.py), in the order of its mixer's `states`. A mixer threads them
+through its functions of runs, by `over_runs`; what these return is joined again.
 
     whole sequences     begin with zeros and leave nothing
     a contiguous cache  row b's states are page b's; rows at their start begin with zeros

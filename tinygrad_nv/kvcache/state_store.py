@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from tinygrad import Device, Tensor
 from tinygrad.dtype import DType
 
-from tinygrad_nv.kvcache.store import CACHE, LayerBoth, LayerPages, LayerStates, PagedCache
+from tinygrad_nv.kvcache.store import CACHE, HybridCache, LayerBoth, LayerPages, LayerStates, PagedCache
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Fill
 from tinygrad_nv.runtime.memory import allocate, discard
@@ -41,7 +41,7 @@ class StateStore:
         """The states of all layers."""
         return [tensor for each in self.layers.values() for tensor in each.tensors]
 
-    def join(self, pages: PagedCache, attention: Sequence[int], layers: int) -> PagedCache:
+    def join(self, pages: PagedCache, attention: Sequence[int], layers: int) -> HybridCache:
         """The cache of so many layers, of which `pages` has those with `attention`, in their order."""
         made: list[LayerPages | LayerStates | LayerBoth] = []
         groups = [0] * layers
@@ -52,9 +52,8 @@ class StateStore:
                 continue
             at = attention.index(i)
             own, groups[i] = pages.layers[at], pages.group(at)
-            assert isinstance(own, LayerPages)
             made.append(own if states is None else LayerBoth(own, states))
-        return PagedCache(tuple(made), tuple(groups))
+        return HybridCache(tuple(made), tuple(groups))
 
     def discard(self) -> None:
         """Gives the memory of all states back, on a CPU. What they held is lost."""

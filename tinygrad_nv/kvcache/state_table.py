@@ -1,4 +1,5 @@
-"""The states of a sequence, for models with layers that keep a state of fixed size instead of keys and values.
+"""The states of a sequence, for models with layers that keep a state of fixed size in the place of keys and
+values.
 
 Protocol. A page of `StatePages` holds a sequence's states of all such layers after some number of tokens. A
 `StateTable` has the page of the newest tokens, and those after full pages of tokens (borders) that are not in

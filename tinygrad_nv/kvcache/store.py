@@ -55,12 +55,23 @@ class LayerBoth:
 @dataclass(frozen=True)
 class PagedCache:
     """The pages of every layer, and of each layer its group (groups.py); () if there is one group."""
-    layers: tuple[LayerPages | LayerStates | LayerBoth, ...]
+    layers: tuple[LayerPages, ...]
     groups: tuple[int, ...] = ()
 
     def group(self, layer: int) -> int:
         """The group of a layer, whose block tables say which pages are its."""
         return self.groups[layer] if self.groups else 0
+
+
+@dataclass(frozen=True)
+class HybridCache:
+    """What is kept of every layer, where some have states; of each its group."""
+    layers: tuple[LayerPages | LayerStates | LayerBoth, ...]
+    groups: tuple[int, ...]
+
+    def group(self, layer: int) -> int:
+        """The group of a layer, as of `PagedCache`."""
+        return self.groups[layer]
 
 
 class KVDimensions(Protocol):

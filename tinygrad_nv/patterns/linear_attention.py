@@ -69,7 +69,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tenso
 def _compute(what: LinearAttention, *given: Tensor) -> tuple[Tensor, ...]:
     states, q, k, v, decay, *rest = given
     beta, table = (rest[0], rest[1]) if what.delta else (None, rest[0])
-    out, made = attend(table, states, *(x.float() for x in (q, k, v)), decay, beta, what.scale)
+    out, made = attend(table, states, q.float(), k.float(), v.float(), decay, beta, what.scale)
     return out.cast(v.dtype), made
 
 
@@ -79,13 +79,13 @@ def lower_linear_attention(what: LinearAttention, target: Target, *given: UOp) -
     if not program.is_whole(states):
         raise Unsupported("states are no storage of their own, to be written in place")
     rest = [x.contiguous() for x in given[4:-1]]
-    q, k, v = (_rows(x) for x in tokens)
+    laid = [_rows(x) for x in tokens]
+    q, k, v = (Heads(x.dtype, x.strides[0], x.strides[1], x.offset) for x in laid)
     (T, shared, d_k), (_, heads, d_v) = (map(int, x.shape) for x in (tokens[0], tokens[2]))
     spec = LinearAttentionSpec(T, int(given[-1].shape[0]), heads, shared, d_k, d_v, int(states.shape[0]),
-                               *(Heads(x.dtype, *x.strides[:2], x.offset) for x in (q, k, v)), what.scale,
-                               what.delta, len(given[4].shape) == 3, what.single)
+                               q, k, v, what.scale, what.delta, len(given[4].shape) == 3, what.single)
     outputs = [program.Output((T, heads, d_v), v.dtype), states]
-    inputs = [q.storage, k.storage, v.storage, *rest, given[-1]]
+    inputs = [*(x.storage for x in laid), *rest, given[-1]]
     return choose(spec, target).call(states.device, outputs, inputs, nbytes=spec.nbytes, flops=spec.flops)
 
 

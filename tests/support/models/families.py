@@ -15,9 +15,17 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_fre
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 40, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8,
           "v_head_dim": 20, "moe_intermediate_size": 24, "num_experts_per_tok": 3, "n_routed_experts": 12}
+DELTA = {"head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_num_key_heads": 2,
+         "linear_num_value_heads": 4}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24}
+NEMOTRON = {"head_dim": 24, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 24, "n_groups": 1,
+            "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+            "moe_shared_expert_intermediate_size": 48, "num_hidden_layers": None}
+HYBRID = ["linear_attention", "full_attention"]
 # by default only logits are compared of these
 SLOW = ("deepseek-v2-lite", "deepseek-v3-halves", "mistral-narrow", "qwen2-moe-mixed", "qwen3-moe-one",
-        "gpt-oss-narrow", "gemma3-narrow", "smollm3-windows", "deepseek-v3-dense-first")
+        "gpt-oss-narrow", "gemma3-narrow", "smollm3-windows", "deepseek-v3-dense-first", "lfm2-biases",
+        "qwen3.5-moe", "bamba-limits", "mamba2-tied", "granite-4", "falcon-h1-norms", "nemotron-h")
 MIXED = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 
 
@@ -88,6 +96,51 @@ CASES = {
                                 "residual_multiplier": 0.22, "logits_scaling": 4.0,
                                 "tie_word_embeddings": True}),
     "gemma": Case("Gemma", {"head_dim": 32, "num_key_value_heads": 1}),
+    "lfm2": Case("Lfm2", {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3,
+                          "block_multiple_of": 32}),
+    "lfm2-biases": Case("Lfm2", {"full_attn_idxs": [0], "conv_bias": True, "conv_L_cache": 4,
+                                 "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}),
+    "lfm2-moe": Case("Lfm2Moe", {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3,
+                                 "num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok": 2,
+                                 "moe_intermediate_size": 40, "routed_scaling_factor": 1.5}),
+    "qwen3-next": Case("Qwen3Next", {**DELTA, "num_hidden_layers": 4, "num_experts": 8,
+                                     "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                                     "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]}),
+    "qwen3.5": Case("Qwen3_5", {**DELTA, "layer_types": ["linear_attention", "full_attention"],
+                                "tie_word_embeddings": True}),
+    "qwen3.5-moe": Case("Qwen3_5Moe", {**DELTA, "num_hidden_layers": 4, "num_experts": 8,
+                                       "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                                       "shared_expert_intermediate_size": 48}),
+    "bamba": Case("Bamba", {**MAMBA, "attn_layer_indices": [1], "num_hidden_layers": 3}),
+    "bamba-limits": Case("Bamba", {**MAMBA, "attn_layer_indices": [0], "mamba_n_groups": 1,
+                                   "mamba_proj_bias": True, "mamba_conv_bias": False, "mlp_bias": True,
+                                   "time_step_limit": (0.01, 0.5), "attention_bias": True}),
+    "mamba2": Case("Mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2}),
+    "mamba2-tied": Case("Mamba2", {"num_heads": 4, "head_dim": 32, "state_size": 24, "n_groups": 1,
+                                   "use_bias": True, "use_conv_bias": False, "tie_word_embeddings": True,
+                                   "residual_in_fp32": False}),
+    "granite-4": Case("GraniteMoeHybrid", {**MAMBA, "layer_types": HYBRID, "num_local_experts": 0,
+                                           "num_experts_per_tok": 0, "shared_intermediate_size": 80,
+                                           "embedding_multiplier": 12.0, "attention_multiplier": 0.1,
+                                           "residual_multiplier": 0.22, "logits_scaling": 4.0,
+                                           "tie_word_embeddings": True}),
+    "granite-4-moe": Case("GraniteMoeHybrid", {**MAMBA, "layer_types": HYBRID, "num_local_experts": 6,
+                                               "num_experts_per_tok": 2, "shared_intermediate_size": 80,
+                                               "position_embedding_type": "rope"}),
+    "falcon-h1": Case("FalconH1", {**MAMBA, "mamba_d_ssm": 128, "head_dim": 24, "lm_head_multiplier": 3.0,
+                                   "embedding_multiplier": 2.5, "mlp_multipliers": [0.7, 1.3],
+                                   "key_multiplier": 0.6, "attention_out_multiplier": 0.9,
+                                   "attention_in_multiplier": 1.2, "ssm_in_multiplier": 1.1,
+                                   "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9], "ssm_out_multiplier": 0.4}),
+    "falcon-h1-norms": Case("FalconH1", {**MAMBA, "mamba_d_ssm": None, "mamba_rms_norm": True,
+                                         "mamba_norm_before_gate": False, "projectors_bias": True,
+                                         "mlp_bias": True, "tie_word_embeddings": True}),
+    "nemotron-h": Case("NemotronH", {**NEMOTRON, "hybrid_override_pattern": "M-M*-", "n_groups": 2}),
+    "nemotron-h-moe": Case("NemotronH", {**NEMOTRON, "hybrid_override_pattern": "ME*E-", "n_group": 2,
+                                         "topk_group": 1, "routed_scaling_factor": 2.5, "mlp_bias": True,
+                                         "use_conv_bias": False}),
+    "nemotron-h-latent": Case("NemotronH", {**NEMOTRON, "hybrid_override_pattern": "ME*E",
+                                            "moe_latent_size": 32, "residual_in_fp32": True}),
     # windows smaller than a page, odd widths, layers that are unlike, one expert, all experts
     "mistral-narrow": Case("Mistral", {"sliding_window": 3, "head_dim": 40, "num_key_value_heads": 1,
                                        "hidden_act": "gelu", "rope_parameters": YARN}),
@@ -126,7 +179,9 @@ def saved(case: Case, directory: Path, seed: int) -> Path:
     """A random model in a directory."""
     torch.manual_seed(seed)
     network = getattr(transformers, f"{case.family}ForCausalLM")
-    model = network(network.config_class(**{**BASE, **case.fields}))
+    fields = {**BASE, **case.fields}
+    if fields["num_hidden_layers"] is None: del fields["num_hidden_layers"]     # those of a pattern
+    model = network(network.config_class(**fields))
     for parameter_name, parameter in model.named_parameters():
         # biases and norms are born 0 and 1, which would hide a bias or a norm that is not applied
         mean = 1.0 if "norm" in parameter_name else 0.0

@@ -53,7 +53,7 @@ from tinygrad_nv.errors import RequestError
 from tinygrad_nv.kvcache.groups import CacheGroups, one_group
 from tinygrad_nv.kvcache.state_store import StateStore
 from tinygrad_nv.kvcache.state_table import PAGES_OF_SEQUENCE
-from tinygrad_nv.kvcache.store import PageStore
+from tinygrad_nv.kvcache.store import HybridCache, PagedCache, PageStore
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.memory_pool import label_allocations
 from tinygrad_nv.runtime.observe.ranges import layer, span
@@ -110,7 +110,8 @@ class ModelRunner:
         self.kv_dtype = dtype = resolve_kv_cache_dtype(kv_dtype, model.dtype, model.config.quantization)
         if dtype in BYTES: require_scales(model.config)
         self.store = PageStore(model.config, self.device, dtype, pages, page_size, host_pages, self.groups)
-        self.cache, self.states = self.store.cache, None
+        self.cache: PagedCache | HybridCache = self.store.cache
+        self.states: StateStore | None = None
         if model.config.has_states:
             self.states = StateStore(model.config.state_shapes(model.dtype), self.device,
                                      states or PAGES_OF_SEQUENCE * max_seqs)

@@ -50,12 +50,13 @@ def causal_conv(out: Any, windows: Any, x: Any, weight: Any, sequences: Any, spe
 
 def read(x: Any, window: tuple[Any, Any], first: Any, place: Any, size: int, columns: Any,
          spec: CausalConvSpec) -> Any:
-    """Tokens at `size` places of a sequence from `place` on, float32; before its first those of the window."""
+    """Tokens at `size` places of a sequence from `place` on, float32; before its first those of the
+    window."""
     windows, source = window
     own = (tile.arange(size) + place >= 0)[:, None]
     token = tile.where(own, widen(x[tile.block(first + place, size), columns]), 0.0)
-    earlier = widen(windows[tile.maximum(source, 0), tile.block(place + (spec.taps - 1), size), columns])
-    return token + tile.where(source >= 0, earlier, 0.0)
+    # there is no page -1: zeros
+    return token + widen(windows[source, tile.block(place + (spec.taps - 1), size), columns])
 
 
 def widen(x: Any) -> Any: return tile.cast(x, dtypes.float32)

@@ -5,6 +5,7 @@ from tinygrad import Tensor
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile.causal_conv.spec import CausalConvSpec
+from tinygrad_nv.tile.linear_attention.reference import table_argument
 from tinygrad_nv.tile.linear_attention.spec import COLUMNS
 from tinygrad_nv.tile.reference import Argument, Given, Place, compute_dtype, dense, gather, round_to
 
@@ -17,14 +18,14 @@ def arguments(spec: CausalConvSpec) -> tuple[Argument, ...]:
             Argument("x", spec.dtype, (Place(spec.offset, (T, C), (spec.row, 1)),)),
             Argument("weight", spec.dtype, (dense(C, K),))]
     if spec.bias: made.append(Argument("bias", spec.dtype, (dense(C),)))
-    return *made, Argument("sequences", dtypes.int32, (dense(spec.sequences, len(COLUMNS)),),
-                           values=range(-1, min(T, spec.pages) + 1))
+    return *made, table_argument(spec.sequences, T, spec.pages)
 
 
 def reference(spec: CausalConvSpec, given: Given, exact: bool = False) -> tuple[Tensor, ...]:
     """out (tokens, channels) and windows (pages, taps − 1, channels)."""
     wide = compute_dtype(dtypes.float32, exact)
-    x = {each.name: gather(given[each.name], each.places[0]) for each in arguments(spec) if each.role != "out"}
+    x = {each.name: gather(given[each.name], each.places[0]) for each in arguments(spec)
+         if each.role != "out"}
     table = x.pop("sequences")
     x = {name: each.cast(wide) for name, each in x.items()}
     out, windows = convolve(table, x["windows"], x["x"], x["weight"], x.get("bias"), spec.silu)
@@ -34,7 +35,7 @@ def reference(spec: CausalConvSpec, given: Given, exact: bool = False) -> tuple[
 def convolve(table: Tensor, windows: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
              silu: bool) -> tuple[Tensor, Tensor]:
     """out and windows of tensors of one float dtype."""
-    (T, C), K = x.shape, int(weight.shape[1])
+    T, K = int(x.shape[0]), int(weight.shape[1])
     first, count, source, border, kept, target = (table[:, i].reshape(-1, 1) for i in range(len(COLUMNS)))
     token = Tensor.arange(T).reshape(1, -1)
     owner = (token >= first) & (token < first + count)                                      # (S, T)

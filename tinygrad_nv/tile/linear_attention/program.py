@@ -8,10 +8,12 @@
             the state after the chunk; at the border store it
         store the state
 
-A chunk of C tokens whose decays sum up to G_i has, with the delta rule, a system (I + A) v' = β (v − exp(G) K S),
-A_ij = β_i k_iᵀ k_j exp(G_i − G_j) for j < i (arXiv 2412.06464, 3.3). I + A is inverted by blocks of 1, 2, 4 …
-rows, which is exact and needs matmuls alone. Decays between two tokens are at most 1, so that nothing
-overflows.
+A chunk of C tokens whose decays sum up to G_i has, with the delta rule, a system
+
+    (I + A) v' = β (v − exp(G) K S)     A_ij = β_i k_iᵀ k_j exp(G_i − G_j) for j < i
+
+(arXiv 2412.06464, 3.3). I + A is inverted by blocks of 1, 2, 4 … rows, which is exact and needs matmuls
+alone. Decays between two tokens are at most 1, so that nothing overflows.
 """
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def linear_attention(out: Any, states: Any, q: Any, k: Any, v: Any, decay: Any, 
     columns = tile.block(tile.program_id(0) * blocks.columns, blocks.columns)
     h, s = tile.program_id(1), tile.program_id(2)
     first, count, source, border, kept, target = [sequences[s, i] for i in range(6)]
-    state = tile.where(source >= 0, states[tile.maximum(source, 0), h, :, columns], 0.0)
+    state = states[source, h, :, columns]   # there is no page -1: zeros
     operands = (q, k, v, decay, beta)
     if spec.single:
         if count > 0:
@@ -50,8 +52,7 @@ def linear_attention(out: Any, states: Any, q: Any, k: Any, v: Any, decay: Any, 
             state, made = chunk(state, operands, rows, some, h, columns, spec, blocks.rows)
             tile.store(out, tile.cast(made, out.dtype), rows, h, columns, mask=some[:, None])
             done = tile.minimum(done + blocks.rows, end)
-            if done == border:
-                if kept >= 0: states[kept, h, :, columns] = state
+            if (done == border) & (kept >= 0): states[kept, h, :, columns] = state
         if (count > 0) & (target >= 0): states[target, h, :, columns] = state
 
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from tinygrad import Tensor
-from tinygrad.dtype import DType, dtypes
+from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile.linear_attention.spec import COLUMNS, Heads, LinearAttentionSpec
 from tinygrad_nv.tile.reference import Argument, Given, Place, compute_dtype, dense, gather, round_to
@@ -19,15 +19,23 @@ def arguments(spec: LinearAttentionSpec) -> tuple[Argument, ...]:
             rows("q", spec.q, spec.key_heads, spec.d_k), rows("k", spec.k, spec.key_heads, spec.d_k),
             rows("v", spec.v, spec.heads, spec.d_v), Argument("decay", dtypes.float32, (dense(*decay),))]
     if spec.delta: made.append(Argument("beta", dtypes.float32, (dense(spec.tokens, spec.heads),)))
-    most = min(spec.tokens, spec.pages)
-    return *made, Argument("sequences", dtypes.int32, (dense(spec.sequences, len(COLUMNS)),),
-                           values=range(-1, most + 1))
+    return *made, table_argument(spec.sequences, spec.tokens, spec.pages)
+
+
+def table_argument(sequences: int, tokens: int, pages: int) -> Argument:
+    """The table of sequences. Usual ones have equally many tokens each, and states in pages of their own, in
+    place."""
+    each, usual = max(1, tokens // sequences), list[int]()
+    for s in range(sequences): usual += [s * each, each, s % pages, 0, -1, s % pages]
+    return Argument("sequences", dtypes.int32, (dense(sequences, len(COLUMNS)),),
+                    values=range(-1, min(tokens, pages) + 1), usual=usual)
 
 
 def reference(spec: LinearAttentionSpec, given: Given, exact: bool = False) -> tuple[Tensor, ...]:
     """out (tokens, heads, d_v) and states (pages, heads, d_k, d_v)."""
     wide = compute_dtype(dtypes.float32, exact)
-    x = {each.name: gather(given[each.name], each.places[0]) for each in arguments(spec) if each.role != "out"}
+    x = {each.name: gather(given[each.name], each.places[0]) for each in arguments(spec)
+         if each.role != "out"}
     table = x.pop("sequences")
     x = {name: each.cast(wide) for name, each in x.items()}
     out, states = attend(table, x["states"], x["q"], x["k"], x["v"], x["decay"], x.get("beta"), spec.scale)

@@ -8,9 +8,9 @@ g ≤ 0, the logarithm of what a token leaves of the state, and a rate β of tok
     S  ← S + k v'ᵀ
     out = scale · qᵀ S
 
-(Gated DeltaNet, arXiv 2412.06464; Kimi Linear's KDA with decays of rows, arXiv 2510.26692; Mamba-2 without the
-delta rule, where q is C, k is B and v is Δt x, arXiv 2405.21060; lightning attention, arXiv 2401.04658, with
-constant decays.) Key heads are shared by equally many heads, one after the other.
+(Gated DeltaNet, arXiv 2412.06464; Kimi Linear's KDA with decays of rows, arXiv 2510.26692; Mamba-2 without
+the delta rule, where q is C, k is B and v is Δt x, arXiv 2405.21060; lightning attention, arXiv 2401.04658,
+with constant decays.) Key heads are shared by equally many heads, one after the other.
 
 Tokens of sequences lie one after the other. Row s of `sequences`, int32, has `COLUMNS`: the sequence's first
 token and how many it has; the page with the state that they begin with, −1 for zeros; after how many tokens

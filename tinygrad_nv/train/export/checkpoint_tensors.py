@@ -24,7 +24,7 @@ from tinygrad_nv.models.attention import Attention
 from tinygrad_nv.models.checkpoint import SAFETENSORS_DTYPES, convert
 from tinygrad_nv.models.feed_forward import MixtureOfExperts
 from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.parts import BIAS, DOWN, GATE_UP
+from tinygrad_nv.models.parts import BIAS
 from tinygrad_nv.models.weights import WeightSlice, slots, tensors_of
 from tinygrad_nv.runtime.memory import read_part
 from tinygrad_nv.train.files import CHUNK, DTYPES, Source
@@ -94,28 +94,28 @@ def _join(model: Llama, dtype: DType) -> dict[str, Source]:
     for i, block in enumerate(model.blocks):
         mixture = block.feed_forward
         if not isinstance(mixture, MixtureOfExperts): continue
-        prefix = f"model.layers.{i}.{names.expert.removesuffix('.{}')}"
-        experts, width, hidden = mixture.moe.experts, mixture.moe.width, model.config.hidden_size
-        interleaved = names.fused == "interleaved"
+        experts, width, hidden = mixture.moe.experts, mixture.moe.width, mixture.inputs
+        inner, (gate_up, down) = mixture.moe.inner, names.fused_tensors
         for name, tensor, rows, columns in (
-                (GATE_UP, mixture.gate_up, 2 * width, hidden), (DOWN, mixture.down, hidden, width),
-                (GATE_UP + BIAS, mixture.gate_up_bias, 2 * width, 1),
-                (DOWN + BIAS, mixture.down_bias, hidden, 1)):
+                (gate_up, mixture.gate_up, inner, hidden), (down, mixture.down, hidden, width),
+                (gate_up + BIAS, mixture.gate_up_bias, inner, 1),
+                (down + BIAS, mixture.down_bias, hidden, 1)):
             if tensor is None: continue
-            woven = interleaved and name.startswith(GATE_UP)
-            shape = (experts, rows) if name.endswith(BIAS) else (experts, columns, rows)
-            made[f"{prefix}.{name}"] = Source(FLOATS[dtype], shape, partial(
-                _experts, tensor, experts, rows, columns, woven, dtype))
+            woven, turned = names.fused == "interleaved" and name.startswith(gate_up), names.fused != "rows"
+            shape: tuple[int, ...] = (experts, columns, rows) if turned else (experts, rows, columns)
+            if name.endswith(BIAS): shape = (experts, rows)
+            made[f"model.layers.{i}.{name}"] = Source(FLOATS[dtype], shape, partial(
+                _experts, tensor, experts, rows, columns, woven, turned, dtype))
     return made
 
 
-def _experts(tensor: Tensor, experts: int, rows: int, columns: int, woven: bool,
+def _experts(tensor: Tensor, experts: int, rows: int, columns: int, woven: bool, turned: bool,
              dtype: DType) -> Iterator[memoryview]:
-    """The matrix [rows, columns] of each expert, transposed; `woven` rows i and i + rows / 2 become
-    neighbours."""
+    """The matrix [rows, columns] of each expert, transposed if `turned`; `woven` rows i and i + rows / 2
+    become neighbours."""
     size, kind = rows * columns, np.dtype(f"u{dtype.itemsize}")
     for i in range(experts):
         data = _convert(tensor, i * size * tensor.dtype.itemsize, size, dtype)
         matrix = np.frombuffer(data, kind).reshape(rows, columns)
         if woven: matrix = matrix.reshape(2, rows // 2, columns).transpose(1, 0, 2).reshape(rows, columns)
-        yield np.ascontiguousarray(matrix.T).reshape(-1).data.cast("B")
+        yield np.ascontiguousarray(matrix.T if turned else matrix).reshape(-1).data.cast("B")
