@@ -90,7 +90,8 @@ def read_embedding_config(directory: Path, task: str = "auto") -> EmbeddingConfi
         if task == "auto" and pooling is None: return None
         decoder = read_config(directory, embeds=True)
     for name, there in (("multi-head latent attention", decoder.latent is not None),
-                        ("attention sinks", decoder.sinks), ("windows in chunks", decoder.chunked)):
+                        ("attention sinks", decoder.sinks), ("windows in chunks", decoder.chunked),
+                        ("layers that keep states", decoder.has_states)):
         if there:
             raise ModelError(f"{directory} has {name} ({decoder.architecture}), whose embeddings are not "
                              "computed yet", "an encoder, or a decoder with plain attention",

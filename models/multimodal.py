@@ -18,6 +18,8 @@ LLAVA, MISTRAL3 = "LlavaForConditionalGeneration", "Mistral3ForConditionalGenera
 # architectures whose text_config is that of a causal language model, and its model_type where it says none
 ARCHITECTURES = {"Gemma3ForConditionalGeneration": "gemma3_text",
                  "Llama4ForConditionalGeneration": "llama4_text", LLAVA: "llama",
+                 "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+                 "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
                  MISTRAL3: "mistral", QWEN_VL: "qwen2_5_vl_text"}
 TIES = ("Gemma3ForConditionalGeneration", MISTRAL3)     # unless they say otherwise
 # of a Mistral 3 without a text_config
@@ -25,7 +27,8 @@ MISTRAL3_TEXT = {"hidden_size": 5120, "head_dim": 128, "num_hidden_layers": 40, 
                  "vocab_size": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 1e9, "sliding_window": None}
 KINDS = {"gemma3_text": "Gemma3ForCausalLM", "llama": "LlamaForCausalLM",
          "llama4_text": "Llama4ForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
-         "qwen2_5_vl_text": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+         "qwen2_5_vl_text": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+         "qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}
 # of a whole model, where its text_config says nothing
 SHARED = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
 TIED = "tie_word_embeddings"    # the head is outside the language model, so the whole model says it first

@@ -11,8 +11,6 @@ from __future__ import annotations
 from tinygrad import Tensor
 from tinygrad.dtype import DType
 
-from tinygrad_nv import functional as F
-
 from ..config import ModelConfig
 from ..layers import Linear, RMSNorm, StoredLinear
 from .config import GatedDeltaConfig
@@ -78,13 +76,11 @@ class GatedDelta:
         decay, beta = decay.contiguous(), b.sigmoid().float().contiguous()
 
         def attend(run: Run, states: States) -> tuple[Tensor, States]:
-            part = slice(run.first, run.end)
-            made, windows = F.causal_conv(rows[part], self.weight.squeeze(1), None, states[0], run.table,
-                                          silu=True, single=run.single)
+            made, windows = run.convolve(rows, self.weight, None, states[0], silu=True)
             q, k, v = made.split([own.keys, own.keys, own.values], dim=-1)
             q, k = (unit(each.reshape(-1, own.key_heads, own.d_k)) for each in (q, k))
-            out, after = F.linear_attention(q, k, v.reshape(-1, own.heads, own.d_v), decay[part], beta[part],
-                                            states[1], run.table, scale=own.d_k ** -0.5, single=run.single)
+            out, after = run.attend(q, k, v.reshape(-1, own.heads, own.d_v), decay, beta, states[1],
+                                    own.d_k ** -0.5)
             return out, (windows, after)
         made = over_runs(batch, x, cache, own.states, attend, self.dtype)
         gated = self.norm(made) * z.reshape(made.shape).float().silu()

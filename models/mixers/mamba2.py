@@ -12,8 +12,6 @@ from __future__ import annotations
 from tinygrad import Tensor
 from tinygrad.dtype import DType
 
-from tinygrad_nv import functional as F
-
 from ..config import ModelConfig
 from ..layers import Linear, RMSNorm, StoredLinear, normalise
 from .config import Mamba2Config
@@ -62,14 +60,12 @@ class Mamba2:
         decay = (-self.decay.float().exp() * step).contiguous()
 
         def scan(run: Run, states: States) -> tuple[Tensor, States]:
-            part = slice(run.first, run.end)
-            made, windows = F.causal_conv(rows[part], self.weight.squeeze(1), self.conv_bias, states[0],
-                                          run.table, silu=True, single=run.single)
+            made, windows = run.convolve(rows, self.weight, self.conv_bias, states[0], silu=True)
             value, keys, queries = made.split([own.inner, own.shared, own.shared], dim=-1)
             value = value.reshape(-1, own.heads, own.head).float()
             queries, keys = (each.reshape(-1, own.groups, own.state) for each in (queries, keys))
-            out, after = F.linear_attention(queries, keys, (value * step[part].unsqueeze(-1)).contiguous(),
-                                            decay[part], None, states[1], run.table, single=run.single)
+            times = step[run.first:run.end].unsqueeze(-1)
+            out, after = run.attend(queries, keys, (value * times).contiguous(), decay, None, states[1])
             return (out + value * self.skip.float().reshape(-1, 1)).contiguous(), (windows, after)
         made = over_runs(batch, x, cache, own.states, scan, self.dtype)
         return self.output(self.gate(made.reshape(*x.shape[:2], own.inner),

@@ -5,7 +5,7 @@ has a table of sequences (tile/linear_attention/spec.py), of one token each or o
 are a layer's states in pages (kvcache/store.py), in the order of its mixer's `states`. A mixer threads them
 through its functions of runs, by `over_runs`; what these return is joined again.
 
-    whole sequences     begin with zeros and leave nothing
+    whole sequences     begin with zeros and leave nothing; in training they are plain tinygrad (plain.py)
     a contiguous cache  row b's states are page b's; rows at their start begin with zeros
     pages               the batch says which (kvcache/state_table.py)
 """
@@ -17,11 +17,15 @@ from typing import TypeAlias
 
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
+from tinygrad.helpers import TRAINING
 
+from tinygrad_nv import functional as F
+from tinygrad_nv.errors import ModelError
 from tinygrad_nv.kvcache.store import LayerStates
 
 from ..dense import DenseBatch
 from ..paged import PackedBatch, PagedBatch
+from . import plain
 from .config import StateShape
 
 Batch: TypeAlias = DenseBatch | PagedBatch | PackedBatch
@@ -30,11 +34,34 @@ States: TypeAlias = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Run:
-    """Tokens first … end − 1 of a step, and the table of their sequences; `single`: one token each."""
+    """Tokens first … end − 1 of a step, and the table of their sequences; `single`: one token each. `whole`
+    sequences of training have no table that is read."""
     first: int
     end: int
     table: Tensor
     single: bool
+    whole: int = 0
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, windows: Tensor,
+                 silu: bool = False) -> tuple[Tensor, Tensor]:
+        """`causal_conv` of the step's rows x (…, C) by weights (C, 1, K), of those that are the run's."""
+        own = x[self.first:self.end]
+        if not self.whole:
+            return F.causal_conv(own, weight.squeeze(1), bias, windows, self.table, silu=silu,
+                                 single=self.single)
+        made = plain.convolve(own.reshape(self.whole, -1, x.shape[-1]), weight.squeeze(1), bias, silu)
+        return made.reshape(own.shape), windows
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, states: Tensor,
+               scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        """`linear_attention` of the run's q, k and v, with the step's decays and rates."""
+        decay, beta = decay[self.first:self.end], None if beta is None else beta[self.first:self.end]
+        if not self.whole:
+            return F.linear_attention(q, k, v, decay, beta, states, self.table, scale=scale,
+                                      single=self.single)
+        q, k, v, decay = (each.reshape(self.whole, -1, *each.shape[1:]) for each in (q, k, v, decay))
+        rate = None if beta is None else beta.reshape(self.whole, -1, beta.shape[1])
+        return plain.attend(q, k, v, decay, rate, scale).flatten(0, 1), states
 
 
 def runs(batch: Batch, x: Tensor, cached: bool) -> list[Run]:
@@ -48,16 +75,17 @@ def runs(batch: Batch, x: Tensor, cached: bool) -> list[Run]:
             first = end
         return made
     B, T = (int(n) for n in x.shape[:2])
-    if isinstance(batch, PackedBatch):
-        first, end = batch.starts[:-1], batch.starts[1:]
-        return [Run(0, B * T, _table(first, end - first, first * 0 - 1, first * 0 - 1), False)]
-    assert batch.documents is None, "refused where documents are packed"
+    assert isinstance(batch, DenseBatch), "refused by embedding_model.py"
+    if batch.documents is not None:
+        raise ModelError("rows of several documents (packing) for layers that keep states",
+                         "a document in each row", "train without packing")
     row = Tensor.arange(B).cast(dtypes.int32)
     source, target = row * 0 - 1, row if cached else row * 0 - 1
     if cached:
         assert batch.lengths is not None
         source = (batch.lengths > T).where(row, -1)
-    return [Run(0, B * T, _table(row * T, row * 0 + T, source, target), T == 1)]
+    return [Run(0, B * T, _table(row * T, row * 0 + T, source, target), T == 1,
+                B if TRAINING and not cached else 0)]
 
 
 def _table(first: Tensor, count: Tensor, source: Tensor, target: Tensor) -> Tensor:

@@ -6,8 +6,6 @@ from __future__ import annotations
 from tinygrad import Tensor
 from tinygrad.dtype import DType
 
-from tinygrad_nv import functional as F
-
 from ..config import ModelConfig
 from ..layers import Linear, RMSNorm, StoredLinear
 from .config import ShortConvConfig
@@ -46,8 +44,7 @@ class ShortConv:
         rows = (gate * value).reshape(-1, self.own.channels).contiguous()
 
         def convolve(run: Run, states: States) -> tuple[Tensor, States]:
-            out, windows = F.causal_conv(rows[run.first:run.end], self.weight.squeeze(1), self.bias,
-                                         states[0], run.table, single=run.single)
+            out, windows = run.convolve(rows, self.weight, self.bias, states[0])
             return out, (windows,)
         made = over_runs(batch, x, cache, self.own.states, convolve, self.dtype)
         return self.output((other * made).contiguous())

@@ -171,7 +171,8 @@ def _erf(x: np.ndarray) -> np.ndarray:
 def computes(config: ModelConfig) -> bool:
     """Whether `Block` is a layer of a model."""
     apart = (config.names.qkv, config.names.gate_up) == (LLAMA_NAMES.qkv, LLAMA_NAMES.gate_up)
-    return apart and config.moe is None and config.activation in ACTIVATIONS
+    plain = apart and config.moe is None and not config.has_states
+    return plain and config.activation in ACTIVATIONS
 
 
 def require_computed(config: ModelConfig) -> None:

@@ -58,6 +58,7 @@ def require(config: ModelConfig, arguments: TrainingArguments) -> None:
     elif arguments.packing: found = "--packing, whose rows have several documents"
     elif config.latent is not None: found = "latent attention"
     elif any(window is not None for window in config.windows): found = "attention in a sliding window"
+    elif config.has_states: found = "layers that keep states"
     elif config.sinks: found = "attention with sinks"
     if found is None: return
     raise ConfigError(f"--context-parallel-size {arguments.context_parallel_size} and {found}",

@@ -11,10 +11,12 @@ Row = tuple[int, int, int, int, int, int]   # first, count, source, border, kept
 ROWS: tuple[Row, ...] = ((0, 37, -1, 32, 5, 0), (37, 1, 1, 0, -1, 1), (38, 20, 3, 16, 6, 4),
                          (58, 2, 2, 0, -1, 2), (0, 0, -1, 0, -1, -1))
 TOKENS, PAGES = 64, 8       # of `ROWS`, with tokens of no sequence behind them
-SINGLE: tuple[Row, ...] = ((0, 1, -1, 0, -1, 1), (1, 1, 2, 0, -1, 2), (2, 1, 3, 0, -1, 4), (3, 0, -1, 0, -1, -1))
+SINGLE: tuple[Row, ...] = ((0, 1, -1, 0, -1, 1), (1, 1, 2, 0, -1, 2), (2, 1, 3, 0, -1, 4),
+                           (3, 0, -1, 0, -1, -1))
 
 
-def follow(rows: Sequence[Row], pages: np.ndarray, step: Callable[[np.ndarray, int], np.ndarray]) -> np.ndarray:
+def follow(rows: Sequence[Row], pages: np.ndarray,
+           step: Callable[[np.ndarray, int], np.ndarray]) -> np.ndarray:
     """Pages of states after `state = step(state, token)` of every token of every sequence."""
     after = pages.astype(np.float64).copy()
     for first, count, source, border, kept, target in rows:

@@ -142,6 +142,9 @@ def _of_gpus(layout: Layout, cluster: Cluster) -> PlanError | None:
 
 def _of_model(layout: Layout, config: ModelConfig) -> PlanError | None:
     heads, kv, width = config.num_heads, config.num_kv_heads, config.intermediate_size
+    if config.has_states:
+        return PlanError(f"{config.architecture}, whose layers keep states", "a model of attention alone",
+                         "plan a model of its size")
     if heads % layout.tp:
         return PlanError(f"--tp {layout.tp} does not divide {heads} heads",
                          f"one of {_list_numbers(divisors(heads))}")

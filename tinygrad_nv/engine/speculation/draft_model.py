@@ -181,6 +181,9 @@ class DraftModelFiles:
              tokenizer: Tokenizer | None) -> DraftModelFiles:
         """Reads the config of a draft model. Raises `ModelError` if it does not match the target model."""
         own = load_config(directory)
+        if own.has_states:
+            raise ModelError(f"the draft model {directory} has layers that keep states ({own.architecture})",
+                             "a draft model of attention alone", "choose another, or --speculative ngram")
         sizes = config.vocab_size, own.vocab_size
         require_same_vocabulary(tokenizer, optional_tokenizer(directory)[0], sizes)
         return DraftModelFiles(directory, own, weights.nbytes(own, dtype, directory),

@@ -6,8 +6,10 @@ from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
+from tinygrad_nv.engine.worker.input_buffer import NO_STATES
 from tinygrad_nv.engine.worker.kv_cache_dtype import SCHEME_DTYPES, scheme_of
-from tinygrad_nv.kvcache.store import PageStore
+from tinygrad_nv.kvcache.state_store import StateStore
+from tinygrad_nv.kvcache.store import HybridCache, PagedCache, PageStore
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
 
@@ -40,11 +42,17 @@ def calibrate_scales(model: Llama, dtype: DType, device: str,
     tokens = random.permutation(np.linspace(0, model.config.vocab_size - 1, count).astype(np.int32))
     store = PageStore(model.config, device, model.dtype, held, size)
     def to_tensor(x: np.ndarray) -> Tensor: return Tensor(x.astype(np.int32), device=device).realize()
-    groups = count // GROUP
+    groups, config = count // GROUP, model.config
+    cache: PagedCache | HybridCache = store.cache
+    sequences = np.array([(0, count, -1, 0, -1, 0)] + [NO_STATES] * (groups - 1))
+    if config.has_states:
+        states = StateStore(config.state_shapes(model.dtype), device, 1)
+        cache = states.join(store.cache, config.attention_layers, config.num_layers)
     table = to_tensor(np.broadcast_to(np.arange(held), (groups, held)))
-    group = SequenceGroup(GROUP, table, to_tensor(np.arange(GROUP, count + 1, GROUP)))
+    group = SequenceGroup(GROUP, table, to_tensor(np.arange(GROUP, count + 1, GROUP)),
+                          to_tensor(sequences) if config.has_states else None)
     batch = PagedBatch((group,), model.rope_tables)
-    model.step_paged(to_tensor(tokens), batch, store.cache, to_tensor(np.zeros(1))).realize()
+    model.step_paged(to_tensor(tokens), batch, cache, to_tensor(np.zeros(1))).realize()
     def largest(pages: Tensor) -> np.ndarray:
         # on the host: clang takes minutes to compile this reduction for a CPU
         rows = pages.float().numpy().reshape(held * size, -1, model.config.head_dim)[:count]

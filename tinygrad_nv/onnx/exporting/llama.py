@@ -54,6 +54,7 @@ def require_written(c: ModelConfig) -> None:
     """Raises `OnnxError` for a config with what is not written here."""
     lacks = {"a mixture of experts": c.moe is not None, "latent attention": c.latent is not None,
              "quantised weights": c.quantization is not None, "attention sinks": c.sinks,
+             "layers that keep states": c.has_states or bool(c.halves), "gated attention": c.gated_attention,
              "chunked attention": c.chunked, "a temperature by position": c.temperature is not None,
              "rotation of adjacent elements": c.rope_interleaved,
              "attention in both directions": not c.causal,

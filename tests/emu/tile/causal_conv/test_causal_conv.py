@@ -86,4 +86,4 @@ def test_the_reference_is_the_convolution(name: str):
 
 def test_specs_that_cannot_be():
     with pytest.raises(SpecError, match="1 taps"): spec_of(ROWS, taps=1)
-    with pytest.raises(SpecError, match="no channels|channels=0"): spec_of(ROWS, channels=0)
+    with pytest.raises(SpecError, match="channels=0"): spec_of(ROWS, channels=0)

@@ -1,5 +1,5 @@
-"""Linear attention over sequences with states in pages, on the emulated GPU, checks on, and on this processor:
-against the recurrence in float64, token by token; long sequences, chunks of any cut, and the reference."""
+"""Linear attention over sequences with states in pages, on the emulated GPU, checks on, and on this
+processor: against the recurrence in float64, token by token; long sequences, chunks of any cut, and the reference."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -111,7 +111,7 @@ def test_the_reference_is_the_recurrence(name: str):
     np.testing.assert_allclose(found["states"].numpy(), states, atol=1e-12)
 
 
-@pytest.mark.parametrize("delta", (True, False))
+@pytest.mark.parametrize("delta", [True, False])
 def test_thousands_of_tokens_do_not_drift(delta: bool):
     count = 4096
     spec = replace(spec_of(ROWS, heads=1, d_k=32, d_v=32, delta=delta), tokens=count, sequences=1)

@@ -1,0 +1,55 @@
+"""Whole sequences of mixers in plain tinygrad, whose gradients tinygrad derives: what training computes.
+
+Protocol: x is (B, T, …); every sequence begins with zeros. The rest is as `functional` has it.
+"""
+from __future__ import annotations
+
+from tinygrad import Tensor
+
+from tinygrad_nv.tile.linear_attention.reference import invert
+
+CHUNK = 64      # tokens that are computed together: arXiv 2412.06464 has as many
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+    """`causal_conv` of x (B, T, C)."""
+    taps, T = int(weight.shape[1]), int(x.shape[1])
+    wide = x.float().pad(((0, 0), (taps - 1, 0), (0, 0))).contiguous()
+    made = sum((wide[:, j:j + T] * weight[:, j].float() for j in range(1, taps)), wide[:, :T] * weight[:, 0])
+    if bias is not None: made = made + bias.float()
+    return (made.silu() if silu else made).cast(x.dtype).contiguous()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, scale: float) -> Tensor:
+    """`linear_attention` of q and k (B, T, H_k, D_k), v (B, T, H, D_v), decay and beta (B, T, H): chunks of
+    tokens, by matmuls."""
+    (B, T, H, _), dtype = v.shape, v.dtype
+    size, pad = min(CHUNK, 1 << (int(T) - 1).bit_length()), 0
+    pad = -int(T) % size
+
+    def cut(x: Tensor) -> Tensor:
+        """(B, H, chunks, size, …)."""
+        x = x.float().pad(((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2)))
+        return x.reshape(B, -1, size, *x.shape[2:]).transpose(2, 3).transpose(1, 2)
+    shared = int(H) // int(k.shape[2])
+    q, k = (cut(each.repeat_interleave(shared, dim=2)) for each in (q, k))
+    q, v, summed = q * scale, cut(v), cut(decay).cumsum(-1).contiguous()
+    i, j = Tensor.arange(size).reshape(-1, 1), Tensor.arange(size).reshape(1, -1)
+    between = (i >= j).where(summed.unsqueeze(-1) - summed.unsqueeze(-2), -float("inf")).exp().contiguous()
+    before, total = summed.exp().unsqueeze(-1), summed[..., -1:]
+    left = k * (total - summed).exp().unsqueeze(-1)
+    inverse = rate = None
+    if beta is not None:
+        rate = cut(beta).unsqueeze(-1)
+        system = (i > j).where((k @ k.transpose(-1, -2)) * between * rate, 0)
+        inverse = invert(system.reshape(-1, size, size)).reshape(system.shape)
+    among = (q @ k.transpose(-1, -2)) * between
+    state, made = Tensor.zeros(B, H, k.shape[-1], v.shape[-1], device=v.device), []
+    for n in range(int(v.shape[2])):
+        new = v[:, :, n]
+        if inverse is not None and rate is not None:
+            new = inverse[:, :, n] @ (rate[:, :, n] * (new - before[:, :, n] * (k[:, :, n] @ state)))
+        made.append((q[:, :, n] @ state) * before[:, :, n] + among[:, :, n] @ new)
+        state = state * total[:, :, n].exp().unsqueeze(-1) + left[:, :, n].transpose(-1, -2) @ new
+    out = Tensor.cat(*made, dim=2)[:, :, :T]
+    return out.transpose(1, 2).cast(dtype).contiguous()
