@@ -47,7 +47,8 @@ def make_mixer(config: ModelConfig, own: MixerConfig, index: int, dtype: DType, 
     from .mamba2 import Mamba2
     from .short_conv import ShortConv
     if isinstance(own, ShortConvConfig): return ShortConv(config, own, dtype, device)
-    if isinstance(own, BesideConfig): return Beside(config, own, index, dtype, device)
+    if isinstance(own, BesideConfig):
+        return Beside(config, own, make_mixer(config, own.mixer, index, dtype, device), index, dtype, device)
     if isinstance(own, Mamba2Config): return Mamba2(config, own, dtype, device)
     assert isinstance(own, GatedDeltaConfig)
     return GatedDelta(config, own, dtype, device)

@@ -21,13 +21,11 @@ if TYPE_CHECKING:
 
 
 class Beside:
-    """A layer's attention and mixer."""
+    """A layer's attention, and a `mixer`."""
 
-    def __init__(self, config: ModelConfig, own: BesideConfig, index: int, dtype: DType,
+    def __init__(self, config: ModelConfig, own: BesideConfig, mixer: Mixer, index: int, dtype: DType,
                  device: str | None) -> None:
-        from . import make_mixer
-        self.own, self.attention = own, Attention(config, index, dtype, device)
-        self.mixer: Mixer = make_mixer(config, own.mixer, index, dtype, device)
+        self.own, self.attention, self.mixer = own, Attention(config, index, dtype, device), mixer
 
     @property
     def linears(self) -> list[StoredLinear]:

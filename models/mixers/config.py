@@ -153,17 +153,17 @@ class Mamba2Config:
         return self.heads * self.head
 
     @property
-    def shared(self) -> int:
+    def key_width(self) -> int:
         """Elements of a token's B, and of its C."""
         return self.groups * self.state
 
     @property
     def channels(self) -> int:
         """Channels of the convolution."""
-        return self.inner + 2 * self.shared
+        return self.inner + 2 * self.key_width
 
     @property
-    def projected(self) -> int:
+    def input_width(self) -> int:
         """Rows of the projection: gate, channels of the convolution, time steps."""
         return self.inner + self.channels + self.heads
 
@@ -173,11 +173,11 @@ class Mamba2Config:
                 StateShape((self.heads, self.state, self.head), dtypes.float32))
 
     @property
-    def width(self) -> int: return self.projected + 4 * self.inner
+    def width(self) -> int: return self.input_width + 4 * self.inner
 
     def parameters(self, hidden: int) -> int:
         """Projections, taps, decays, steps and skips, the norm."""
-        made = hidden * (self.projected + self.inner) + self.bias * self.projected
+        made = hidden * (self.input_width + self.inner) + self.bias * self.input_width
         made += hidden * (self.bias if self.output_bias is None else self.output_bias)
         made += self.channels * (self.taps + self.conv_bias) + 3 * self.heads
         return made + self.inner * self.normalised
@@ -188,7 +188,7 @@ class Mamba2Config:
         made: dict[str, tuple[Extent, ...]] = {
             "conv1d.weight": (channels, ("1", 1), ("taps", self.taps)),
             "A_log": (heads,), "dt_bias": (heads,), "D": (heads,), "out_proj.weight": (given, inner),
-            "in_proj.weight": (("2 × heads × head + 2 × groups × state + heads", self.projected), given)}
+            "in_proj.weight": (("2 × heads × head + 2 × groups × state + heads", self.input_width), given)}
         if self.normalised: made["norm.weight"] = inner,
         return {f"{self.name}.{name}": each for name, each in made.items()}
 

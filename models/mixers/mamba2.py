@@ -24,7 +24,7 @@ class Mamba2:
     def __init__(self, config: ModelConfig, own: Mamba2Config, dtype: DType, device: str | None) -> None:
         def empty(*shape: int) -> Tensor: return Tensor.empty(*shape, dtype=dtype, device=device)
         self.own, self.dtype = own, dtype
-        self.input = Linear(config.hidden_size, own.projected, own.bias, dtype, device)
+        self.input = Linear(config.hidden_size, own.input_width, own.bias, dtype, device)
         biased = own.bias if own.output_bias is None else own.output_bias
         self.output = Linear(own.inner, config.hidden_size, biased, dtype, device)
         self.weight = empty(own.channels, 1, own.taps)
@@ -52,7 +52,7 @@ class Mamba2:
 
     def __call__(self, x: Tensor, batch: Batch, cache: LayerStates | States | None) -> Tensor:
         own = self.own
-        both = self.project(x).contiguous().reshape(-1, own.projected)
+        both = self.project(x).contiguous().reshape(-1, own.input_width)
         gate, rows, step = both.split([own.inner, own.channels, own.heads], dim=-1)
         step = (step.float() + self.bias.float()).softplus()
         if own.limits is not None: step = step.clip(*own.limits)
@@ -61,7 +61,7 @@ class Mamba2:
 
         def scan(run: Run, states: States) -> tuple[Tensor, States]:
             made, windows = run.convolve(rows, self.weight, self.conv_bias, states[0], silu=True)
-            value, keys, queries = made.split([own.inner, own.shared, own.shared], dim=-1)
+            value, keys, queries = made.split([own.inner, own.key_width, own.key_width], dim=-1)
             value = value.reshape(-1, own.heads, own.head).float()
             queries, keys = (each.reshape(-1, own.groups, own.state) for each in (queries, keys))
             times = step[run.first:run.end].unsqueeze(-1)
@@ -75,7 +75,7 @@ class Mamba2:
         """Gate, x, B, C and time steps of tokens, with the factors that there are."""
         own = self.own
         if not own.scales: return self.input(x)
-        sizes = (own.inner, own.inner, own.shared, own.shared, own.heads)
+        sizes = (own.inner, own.inner, own.key_width, own.key_width, own.heads)
         parts = self.input(x * own.scales[0]).split(list(sizes), dim=-1)
         scaled = (part * factor for part, factor in zip(parts, own.scales[1:], strict=True))
         return Tensor.cat(*scaled, dim=-1)

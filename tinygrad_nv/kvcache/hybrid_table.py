@@ -90,16 +90,16 @@ class HybridTable:
     def advance(self, tokens: Sequence[int]) -> None:
         """`BlockTable.advance`."""
         for each in self.groups: each.advance(tokens)
-        if self.states is not None: self.states.register(self.hashed)
+        if self.states is not None: self.states.register(self.full_tokens)
 
     @property
-    def hashed(self) -> int:
+    def full_tokens(self) -> int:
         """Tokens that the hashes of pages cover, or may."""
         return self.computed // self.pool.page_size * self.pool.page_size
 
     def step_states(self, start: int, end: int) -> StateStep | None:
         """The pages of states of a step that computes tokens start … end − 1, None without states."""
-        return None if self.states is None else self.states.step(start, end, self.hashed)
+        return None if self.states is None else self.states.step(start, end, self.full_tokens)
 
     # **** fork, prune, truncate ****
 
