@@ -120,7 +120,7 @@ class ModelConfig:
         return tuple(None if each is None else self.distinct_ropes.index(each) for each in self.ropes)
 
     def mixer(self, layer: int) -> MixerConfig | None:
-        """What a layer has in the place of attention; None: attention."""
+        """The mixer that a layer has in the place of attention; None: attention."""
         return self.mixers[layer] if self.mixers else None
 
     def has_mixer(self, layer: int) -> bool:

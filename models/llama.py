@@ -38,7 +38,8 @@ from .dense import DenseBatch, DenseKVCache, Position
 from .feed_forward import FeedForward, MixtureOfExperts
 from .latent import LatentAttention
 from .layers import InsertedRows, RMSNorm, lookup_quantised, multiply
-from .mixers import Mixer, make_mixer
+from .mixers import make_mixer
+from .mixers.sequences import Mixer
 from .paged import PackedBatch, PagedBatch, RopeTables, rope_tables
 
 AnyMixer: TypeAlias = Attention | LatentAttention | Mixer

@@ -11,33 +11,15 @@
 """
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from .config import BesideConfig, GatedDeltaConfig, Mamba2Config, MixerConfig, ShortConvConfig
 
 if TYPE_CHECKING:
-    from tinygrad import Tensor
     from tinygrad.dtype import DType
 
     from ..config import ModelConfig
-    from ..layers import RMSNorm, StoredLinear
-    from .sequences import Batch
-
-
-class Mixer(Protocol):
-    """A layer's mixer: of tokens (B, T, hidden), with the layer's states, which it changes. `linears`,
-    `norms` and `tensors` are its parameters by their names in a checkpoint."""
-
-    @property
-    def linears(self) -> list[StoredLinear]: ...
-
-    @property
-    def norms(self) -> dict[str, RMSNorm]: ...
-
-    @property
-    def tensors(self) -> dict[str, Tensor]: ...
-
-    def __call__(self, x: Tensor, batch: Batch, cache: Any) -> Tensor: ...
+    from .sequences import Mixer
 
 
 def make_mixer(config: ModelConfig, own: MixerConfig, index: int, dtype: DType, device: str | None) -> Mixer:

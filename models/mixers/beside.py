@@ -3,8 +3,6 @@
 """
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tinygrad import Tensor
 from tinygrad.dtype import DType
 
@@ -14,10 +12,7 @@ from ..attention import Attention, Cache
 from ..config import ModelConfig
 from ..layers import RMSNorm, StoredLinear
 from .config import BesideConfig
-from .sequences import Batch, LayerStates, States
-
-if TYPE_CHECKING:
-    from . import Mixer
+from .sequences import Batch, LayerStates, Mixer, States
 
 
 class Beside:

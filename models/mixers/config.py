@@ -210,7 +210,7 @@ class BesideConfig:
     def width(self) -> int: return self.mixer.width
 
     def parameters(self, hidden: int) -> int:
-        """Those of the mixer: attention is counted with that of other layers."""
+        """Parameters of the mixer: attention is counted with that of other layers."""
         return self.mixer.parameters(hidden)
 
     def sizes(self, hidden: int) -> dict[str, tuple[Extent, ...]]: return self.mixer.sizes(hidden)

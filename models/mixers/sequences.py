@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
@@ -24,12 +24,29 @@ from tinygrad_nv.errors import ModelError
 from tinygrad_nv.kvcache.store import LayerStates
 
 from ..dense import DenseBatch
+from ..layers import RMSNorm, StoredLinear
 from ..paged import PackedBatch, PagedBatch
 from . import plain
 from .config import StateShape
 
 Batch: TypeAlias = DenseBatch | PagedBatch | PackedBatch
 States: TypeAlias = tuple[Tensor, ...]
+
+
+class Mixer(Protocol):
+    """A layer's mixer: of tokens (B, T, hidden), with the layer's states, which it changes. `linears`,
+    `norms` and `tensors` are its parameters by their names in a checkpoint."""
+
+    @property
+    def linears(self) -> list[StoredLinear]: ...
+
+    @property
+    def norms(self) -> dict[str, RMSNorm]: ...
+
+    @property
+    def tensors(self) -> dict[str, Tensor]: ...
+
+    def __call__(self, x: Tensor, batch: Batch, cache: Any) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -96,8 +113,7 @@ def _table(first: Tensor, count: Tensor, source: Tensor, target: Tensor) -> Tens
 
 def over_runs(batch: Batch, x: Tensor, states: LayerStates | States | None, shapes: Sequence[StateShape],
               fn: Callable[[Run, States], tuple[Tensor, States]], dtype: DType) -> Tensor:
-    """What `fn(run, states)` gives of all runs: (B, T, …). It returns rows of the run's tokens, and the
-    states after it."""
+    """Joins the rows of tokens that `fn(run, states)` returns beside the states after the run: (B, T, …)."""
     if states is None:
         own: States = tuple(Tensor.empty(1, *each.shape, dtype=each.dtype or dtype, device=x.device)
                             for each in shapes)

@@ -65,7 +65,7 @@ class PagedCache:
 
 @dataclass(frozen=True)
 class HybridCache:
-    """What is kept of every layer, where some have states; of each its group."""
+    """Pages and states of every layer, where some have states, and of each its group."""
     layers: tuple[LayerPages | LayerStates | LayerBoth, ...]
     groups: tuple[int, ...]
 
