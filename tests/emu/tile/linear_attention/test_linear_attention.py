@@ -1,5 +1,6 @@
 """Linear attention over sequences with states in pages, on the emulated GPU, checks on, and on this
-processor: against the recurrence in float64, token by token; long sequences, chunks of any cut, and the reference."""
+processor: against the recurrence in float64, token by token; long sequences, chunks of any cut, and the
+reference."""
 from __future__ import annotations
 
 from dataclasses import replace
