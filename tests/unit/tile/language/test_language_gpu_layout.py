@@ -93,7 +93,8 @@ def test_slices_and_transposes() -> None:
     turned = wide.move_bits(transpose_bits((64, 32), (1, 0)))
     for thread in (0, 37, 127):
         assert held(turned, thread) == [index % 32 * 64 + index // 32 for index in held(wide, thread)]
-    whole(spread((64, 32), 7), 11)
+    for k_major, rows in ((False, False), (False, True), (True, False), (True, True)):
+        whole(spread((64, 32), 7, k_major, rows), 11)
 
 
 @pytest.mark.parametrize(("a", "b", "same"), [((4, 8), (32,), True), ((48,), (3, 16), True),
