@@ -1,9 +1,8 @@
-"""Rows of a table (tile/embedding/spec.py): copied, and for its gradient added up.
+"""The gradient of rows of a table (tile/embedding/spec.py): added up.
 
-Protocol: parts share out tokens of the copy. Those of the gradient share out columns, which makes their work
-the same whatever the tokens are; each goes through all tokens from the last to the first and chains those of
-a row, in its own part of the workspace: `head[v]` is the first token of row v, `next[t]` the one after t,
-−1 none. Then every row is written once, from registers.
+Protocol: parts share out columns, which makes their work the same whatever the tokens are; each goes through
+all tokens from the last to the first and chains those of a row, in its own part of the workspace: `head[v]` is
+the first token of row v, `next[t]` the one after t, −1 none. Then every row is written once, from registers.
 
     for each row v, W columns at a time:
       sum = 0;  for t = head[v], next[t], …: sum += grad[t]
@@ -14,9 +13,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, kernel
+from tinygrad_nv.cpu.programs import make_family
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.cpu.template import CPUSchedule, template
-from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
+from tinygrad_nv.tile.embedding.program import PROGRAMS
+from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, Tokens
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.order import OVER_ROWS
 from tinygrad_nv.tile.template import Family
@@ -26,19 +27,9 @@ COLUMNS = 32                # that a part has a multiple of: no line of a cache 
 TOGETHER = 4                # sums side by side
 
 
-class CPUEmbedding(CPUSchedule):
-    """Shares of tokens."""
-    template: ClassVar[str] = "embedding"
-
-
 class CPUEmbeddingGradient(CPUSchedule):
     """Shares of columns."""
     template: ClassVar[str] = "embedding_gradient"
-
-
-def default(spec: EmbeddingSpec, target: CPU) -> CPUEmbedding:
-    """The schedule of a copy."""
-    return CPUEmbedding(target.isa, _parts(spec.tokens.count, spec.tokens.count * spec.width, target))
 
 
 def gradient_default(spec: EmbeddingGradientSpec, target: CPU) -> CPUEmbeddingGradient:
@@ -48,28 +39,6 @@ def gradient_default(spec: EmbeddingGradientSpec, target: CPU) -> CPUEmbeddingGr
 
 def _parts(shares: int, moved: int, target: CPU) -> int:
     return max(1, min(target.threads, shares, moved // PART_ELEMENTS))
-
-
-def build(spec: EmbeddingSpec, schedule: CPUEmbedding) -> CPUKernel:
-    """The kernel of a copy: out, weight, tokens."""
-    element = f"u{8 * spec.dtype.itemsize}"
-    count, parts, width = "m" if spec.symbolic else spec.tokens.count, schedule.parts, spec.width
-    body = f"""
-  const s64 first = (s64)core_id * {count} / {parts}, last = (s64)(core_id + 1) * {count} / {parts};
-  for (s64 t = first; t < last; t++) {{
-    const s64 v = row_(tokens, t);
-    {element} *to = out + t * {width};
-    if (v < 0 || v >= {spec.rows}) {{
-      for (s64 n = 0; n < {width}; n++) to[n] = 0;
-      continue;
-    }}
-    const {element} *from = weight + v * {width};
-    for (s64 n = 0; n < {width}; n++) to[n] = from[n];
-  }}"""
-    tokens = f"s{8 * spec.tokens.dtype.itemsize}"
-    return kernel(f"embedding_{spec.rows}x{width}", schedule.isa, body, [(element, "out")],
-                  [(element, "weight"), (tokens, "tokens")], ["m"] if spec.symbolic else [], parts,
-                  before=_at(spec.tokens, spec.rows))
 
 
 def gradient(spec: EmbeddingGradientSpec, schedule: CPUEmbeddingGradient) -> CPUKernel:
@@ -134,6 +103,6 @@ def _at(tokens: Tokens, rows: int) -> str:
 }}"""
 
 
-EMBEDDING = template(EmbeddingSpec, CPUEmbedding, default, None, __name__)
 GRADIENT = template(EmbeddingGradientSpec, CPUEmbeddingGradient, gradient_default, None, __name__, "gradient")
-FAMILY = Family("embedding", (EMBEDDING, GRADIENT), determinism_class=OVER_ROWS)
+FAMILY = Family("embedding", (*make_family("embedding", PROGRAMS, OVER_ROWS).templates, GRADIENT),
+                determinism_class=OVER_ROWS)

@@ -73,7 +73,8 @@ class TileProgram:
     no blocks but those of `cut` may be, as others would add up in another order. `vector`: elements that
     a thread has side by side at most. `entry`: the name of the kernel, where that is not its own.
     `scratch`: int32 tensors behind the outputs, by name; where there are such, the program `following` goes
-    on with these and the outputs, by warps of its own. `kinds` of targets that have it."""
+    on with these and the outputs, by warps of its own. `kinds` of targets that have it. `by_rows`: names of
+    the tensors of whose first axis a symbolic spec says how many there are, where expressions do not."""
     name: str
     spec: type
     function: Callable[..., None]
@@ -89,6 +90,7 @@ class TileProgram:
     scratch: Callable[[Any, Blocks], Mapping[str, tuple[int, ...]]] = lambda spec, blocks: {}
     following: TileProgram | None = None
     kinds: tuple[str, ...] = ("gpu", "cpu")
+    by_rows: tuple[str, ...] = ()
 
     def refuse(self, spec: Any, blocks: Blocks, kind: str) -> list[str]:
         """Why no kernel can be for a kind of target, in words; empty when one can."""
@@ -133,8 +135,8 @@ def trace_spec(program: TileProgram, spec: Any, blocks: Blocks) -> Program:
     roots = program.expressions(spec)
     reads = list(dict.fromkeys(load for root in roots for load in loads(root)))
     batch, rows = getattr(spec, "batch", ()) if roots else (), getattr(spec, "symbolic", False)
-    tensors = [_tensor(each, bool(roots), len(batch) if rows and (roots or each.role == "in") else None)
-               for each in TABLE.arguments(spec)]
+    tensors = [_tensor(each, bool(roots), len(batch) if rows and (roots or each.name in program.by_rows)
+                       else None) for each in TABLE.arguments(spec)]
     outs = sum(each.output for each in tensors)
     tensors[outs:outs] = [TensorParameter(name, dtypes.int32, shape, output=True)
                           for name, shape in program.scratch(spec, blocks).items()]

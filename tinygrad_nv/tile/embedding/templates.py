@@ -13,8 +13,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from tinygrad_nv.tile.embedding.spec import SEGMENT, EmbeddingGradientSpec, EmbeddingSpec
+from tinygrad_nv.tile.embedding.program import PROGRAMS
+from tinygrad_nv.tile.embedding.spec import SEGMENT, EmbeddingGradientSpec
 from tinygrad_nv.tile.order import OVER_ROWS
+from tinygrad_nv.tile.programs import make_family
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import Family, make_template
 
@@ -103,24 +105,12 @@ def gradient_problems(spec: EmbeddingGradientSpec, arch: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Embedding(Schedule):
-    """Nothing to choose."""
-    template: ClassVar[str] = "embedding"
-
-
-@dataclass(frozen=True)
 class EmbeddingGradient(Schedule):
     """Nothing to choose."""
     template: ClassVar[str] = "embedding_gradient"
 
 
-def problems(spec: EmbeddingSpec, arch: str) -> list[str]:
-    """Why a table has no kernel; empty when it has one."""
-    return [f"rows of {spec.row_bytes} bytes"] * (spec.row_bytes % 2)
-
-
-EMBEDDING = make_template(EmbeddingSpec, Embedding, problems, "tinygrad_nv.tile.embedding.kernel",
-                          "embedding")
 GRADIENT = make_template(EmbeddingGradientSpec, EmbeddingGradient, gradient_problems,
                  "tinygrad_nv.tile.embedding.gradient", "gradient")
-FAMILY = Family("embedding", (EMBEDDING, GRADIENT), determinism_class=OVER_ROWS)
+FAMILY = Family("embedding", (*make_family("embedding", PROGRAMS, OVER_ROWS).templates, GRADIENT),
+                determinism_class=OVER_ROWS)

@@ -219,9 +219,11 @@ def _equal_run(a: Known, b: Known, same: int) -> int:
 
 
 def _clip_range(x: Known, dtype: DType) -> Known:
-    """Returns what is known of a number that wraps around: all of its dtype, where it may be beyond."""
+    """Returns what is known of a number that wraps around: all of its dtype, where it may be beyond; of powers
+    of two it stays a multiple."""
     low, high = LIMITS.get(dtype, (LOW, HIGH))
-    return x if x.low >= low and x.high <= high else replace(x, low=low, high=high, multiple=1)
+    if x.low >= low and x.high <= high: return x
+    return replace(x, low=low, high=high, multiple=min(x.multiple, 1 << 8 * dtype.itemsize))
 
 
 def uses(region: Region) -> Mapping[Value, list[Op]]:
