@@ -1,4 +1,4 @@
-"""Which row of a table a token means (spec.py), in PTX: for the kernels of a gradient."""
+"""The rows of a table that tokens mean (spec.py), in PTX: for the kernels of a gradient."""
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
