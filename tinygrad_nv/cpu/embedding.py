@@ -1,8 +1,8 @@
 """The gradient of rows of a table (tile/embedding/spec.py): added up.
 
 Protocol: parts share out columns, which makes their work the same whatever the tokens are; each goes through
-all tokens from the last to the first and chains those of a row, in its own part of the workspace: `head[v]` is
-the first token of row v, `next[t]` the one after t, −1 none. Then every row is written once, from registers.
+all tokens from the last to the first and chains those of a row, in its own part of the workspace: `head[v]`
+is the first token of row v, `next[t]` the one after t, −1 none. Then every row is written once, from registers.
 
     for each row v, W columns at a time:
       sum = 0;  for t = head[v], next[t], …: sum += grad[t]

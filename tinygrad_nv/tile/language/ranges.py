@@ -219,8 +219,8 @@ def _equal_run(a: Known, b: Known, same: int) -> int:
 
 
 def _clip_range(x: Known, dtype: DType) -> Known:
-    """Returns what is known of a number that wraps around: all of its dtype, where it may be beyond; of powers
-    of two it stays a multiple."""
+    """Returns what is known of a number that wraps around: all of its dtype, where it may be beyond; it stays
+    a multiple of powers of two."""
     low, high = LIMITS.get(dtype, (LOW, HIGH))
     if x.low >= low and x.high <= high: return x
     return replace(x, low=low, high=high, multiple=min(x.multiple, 1 << 8 * dtype.itemsize))
