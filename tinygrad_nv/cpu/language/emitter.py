@@ -52,6 +52,8 @@ class Emitter(Text):
         self.loop_now: Op | None = None           # the innermost loop, and what it carries that is one loop
         self.together: list[Value] = []
         self.places: dict[Value, Form] = {}       # of values, when their region has been written
+        self.zeros: set[Value] = set()            # constants that are 0
+        self.makers = {each: op for op in program.body.walk() for each in op.results}
         self._count(program.body)
 
     def _count(self, region: Region) -> None:
@@ -205,8 +207,9 @@ class Emitter(Text):
         """A value in memory, written there now if it is not."""
         form = self.forms[value]
         if isinstance(form, View): return form
-        made = self.targets.get(value) or self.allocate(value.dtype, value.shape or (1,))
-        self.store_to(made, value)
+        with self.in_strip(self.strip if self.strip and value in self.strip.values else None):
+            made = self.targets.get(value) or self.allocate(value.dtype, value.shape or (1,))
+            self.store_to(made, value)
         if value.shape:
             self.written_inside.append((value, form))
             self.forms[value] = made
@@ -218,7 +221,7 @@ class Emitter(Text):
         if form is target: return
         if isinstance(form, View) and form.strides and form.strides[-1] != 1 and len(form.shape) > 1:
             return self._copy_elements(target, form)
-        with self.loops(target.shape) as (outer, column):
+        with self.loops(target.shape, self.is_limited(value)) as (outer, column):
             self.line(target.write(outer, column, self.vector(value, outer, column)))
         return None
 
