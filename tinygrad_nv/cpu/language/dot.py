@@ -1,8 +1,8 @@
 """Products of tiles in C: operands packed as the blocked GEMM packs them, sums in its block of registers.
 
 Protocol: an operand is packed from where it lies: from an array, or, of a block that a load gives, from the
-tensor itself; one that a loop does not change ahead of it. An array of a whose rows are units already is not
-packed. The accumulator is an array of float32 or int32 that the sums are added to (cpu/gemm/blocked/micro.py).
+tensor itself; one that a loop does not change ahead of it. An array of a whose rows are units already is
+not packed. The accumulator is an array of float32 or int32 that the sums are added to (cpu/gemm/blocked/micro.py).
 """
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Left:
 
 @dataclass(frozen=True)
 class Packed:
-    """Operands of a dot that are packed: the number of its functions and arrays, rows and columns in registers,
-    units of a panel of b and of a row of a."""
+    """Operands of a dot that are packed: the number of its functions and arrays, rows and columns in
+    registers, units of a panel of b and of a row of a."""
     number: str
     kind: str
     rows: int
@@ -123,8 +123,8 @@ class DotEmitter(Columns):
         self._multiply(plain, self.pack(plain))
 
     def pack(self, op: Op) -> Packed:
-        """Emits the packing of operands: of b, and of a where it is not computed strip by strip. What is there
-        ahead of the loop is packed there."""
+        """Emits the packing of operands: of b, and of a where it is not computed strip by strip. What is
+        there ahead of the loop is packed there."""
         a, b, _ = op.operands
         (m, k), n, number = a.shape, b.shape[1], self.name("")
         kind = self._kind(a.dtype)
@@ -136,8 +136,8 @@ class DotEmitter(Columns):
         left = None if later else self._pack_left(made, a)
         with self.ahead(b):
             right = self.direct(b) or self.view(b)
-            self.functions.append(packing("b", Side(b.dtype, right.strides[1], right.strides[0]), kind, columns,
-                                          deep, suffix=number))
+            side = Side(b.dtype, right.strides[1], right.strides[0])
+            self.functions.append(packing("b", side, kind, columns, deep, suffix=number))
             nc = self._array(f"right{number}", up(n, columns) * deep) // deep
             kb, count = self._inside(right, k, n)
             self.line(f"const s64 kb{number} = {kb};")
@@ -170,8 +170,8 @@ class DotEmitter(Columns):
             strip = self.strip if view.first else None
             if pitch := self._packed_pitch(packed, view):
                 return Left(view.base, pitch, str(value.shape[1]), strip is not None)
-            self.functions.append(packing("a", Side(view.dtype, view.strides[0], view.strides[1]), packed.kind,
-                                          packed.pitch, flip=packed.flip, suffix=number))
+            side = Side(view.dtype, view.strides[0], view.strides[1])
+            self.functions.append(packing("a", side, packed.kind, packed.pitch, flip=packed.flip, suffix=number))
             most = up(strip.count if strip else m, packed.rows)
             self._array(f"left{number}", most * packed.pitch)
             rows, depth = self._inside(view, m, value.shape[1])
@@ -209,9 +209,10 @@ class DotEmitter(Columns):
         if self.is_limited(a):
             skip = f" + {self.low} / {per}"
             units = f"smaller({units}, ({self.high} + {per - 1}) / {per}) - {self.low} / {per}"
+        row = f"(const word *){left.base} + {at} * {left.pitch}{skip}"
+        panel = f"right{number} + c * {deep}{skip and f'{skip} * {columns}'}"
         with self.braces(f"for (s64 c = {begin}; c < {last}; c += {columns})"):
-            self.line(f"for (s64 i = {first}; i < {end}; i += {rows}) micro{number}((const word *){left.base} + "
-                      f"{at} * {left.pitch}{skip}, right{number} + c * {deep}{skip and f'{skip} * {columns}'}, "
+            self.line(f"for (s64 i = {first}; i < {end}; i += {rows}) micro{number}({row}, {panel}, "
                       f"{total.at(['i'], 'c')}, {units}, {int(overwrite)}{shift});")
 
     def _inside(self, view: View, rows: int, columns: int) -> tuple[str, str]:

@@ -1,10 +1,10 @@
 """Columns of a strip that masks hide: they are not computed.
 
-Protocol: `find_hidden(region, strips, makers)` is of a loop's body whose masks have `skip` (language/masks.py):
-what they make -inf changes nothing. A condition that compares the column's index with the row's, or with a
-number, gives the first or the last column that some row of a strip sees. `values` are those of which no other
-columns are computed: the scores, and what is made of them element by element; sums, maxima and dots of them go
-over these columns alone.
+Protocol: `find_hidden(region, strips, makers, lanes)` is of a loop's body whose masks have `skip`
+(language/masks.py): what they make -inf changes nothing. A condition that compares the column's index with the
+row's, or with a number, gives the first or the last column that some row of a strip sees. `values` are those
+of which no other columns are computed: the scores, and what is made of them element by element; sums, maxima
+and dots of them go over these columns alone.
 """
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tinygrad_nv.tile.language.ir import Op, Region, Value
 from tinygrad_nv.tile.language.unmasked import constant_of
 
 ROW, COLUMN = -2, -1     # axes of a tile of scores
+FOLLOWED = (*ELEMENTS, "if")
 Makers = Mapping[Value, Op]
 
 
@@ -38,8 +39,8 @@ class Index:
 
 @dataclass(frozen=True)
 class Visible:
-    """left < right + more, where an element is visible: one side has the column's index, the other may have the
-    row's."""
+    """left < right + more, where an element is visible: one side has the column's index, the other may have
+    the row's."""
     left: Index
     right: Index
     more: int
@@ -71,20 +72,18 @@ def _inner(op: Op) -> list[Op]: return [each for region in op.regions for each i
 
 
 def _follow(region: Region, values: set[Value], shape: tuple[int, ...]) -> set[Value]:
-    """Returns masked scores, all that is made of them element by element, and what they alone are made of; empty
-    where something else needs all columns."""
-    ops = [*region.walk()]
-    before = 0
+    """Returns masked scores, all that is made of them element by element, and what they alone are made of;
+    empty where something else needs all columns."""
+    ops, before = [*region.walk()], 0
     while before != len(values):
         before = len(values)
         for op in ops:
-            given = [*op.operands, *(each for inner in op.regions for each in inner.yields)]
-            if op.name in (*ELEMENTS, "if") and any(each in values for each in given): values.update(op.results)
+            if op.name in FOLLOWED and any(each in values for each in _given(op)): values.update(op.results)
         for op in ops:
-            if op.name not in ("dot", "if", *ELEMENTS) or op.result in values or op.result.shape != shape: continue
+            if op.name not in ("dot", *FOLLOWED) or op.result.shape != shape: continue
             readers = [each for each in ops if op.result in _given(each)]
-            if readers and all(each.name in (*ELEMENTS, "if") and set(each.results) <= values
-                               for each in readers): values.update(op.results)
+            if readers and all(each.name in FOLLOWED and set(each.results) <= values for each in readers):
+                values.update(op.results)
     if any(each.shape != shape for each in values) or values & set(region.yields): return set()
     good = all(_may_leave_out(op, values) for op in ops if any(each in values for each in op.operands))
     return values if good else set()

@@ -38,8 +38,8 @@ class LoopEmitter(DotEmitter):
 
     def _write(self, ops: Sequence[Op]) -> None:
         for op in ops:
-            strip = self.strip if self.strip and any(each in self.strip.values for each in op.results) else None
-            with self.in_strip(strip):
+            striped = self.strip and any(each in self.strip.values for each in op.results)
+            with self.in_strip(self.strip if striped else None):
                 if op.name in LAZY: self.place(op)
                 else: getattr(self, f"do_{op.name}")(op)
 

@@ -15,13 +15,15 @@ from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.tile.language.ir import STORES, Op, Region, Value
 
 ELEMENTS = ("apply", "cast", "bitcast")
-WIDEST = 64     # columns that are as many as any for the block of registers
+WIDE = 64           # columns of scores: more vectors than registers have beside each other
+SUMS = 12           # vectors of sums that keep two units of four cycles busy, and a half more
+MOST_VECTORS = 4    # of rows in a strip: of more the scores leave the first cache
 
 
 @dataclass(frozen=True)
 class Strips:
-    """Rows of a loop's dots, by `count`: operations of its body that are computed strip by strip, and all values
-    that have the same rows, those that the loop carries too. `row` is the first of a strip, in C."""
+    """Rows of a loop's dots, by `count`: operations of its body that are computed strip by strip, and all
+    values that have the same rows, those that the loop carries too. `row` is the first of a strip, in C."""
     rows: int
     count: int
     ops: tuple[Op, ...]
@@ -36,12 +38,11 @@ class Strips:
 
 
 def strip_rows(isa: ISA) -> int:
-    """Returns the fewest rows that are whole vectors and whole blocks of registers."""
-    counts = [isa.lanes * number for number in (1, 2, 3, 4)]
-    most = max(registers(count, WIDEST, isa)[0] for count in counts)
-    good = [count for count in counts if not count % (rows := registers(count, WIDEST, isa)[0])
-            and 2 * rows > most]
-    return good[0] if good else counts[0] * registers(counts[0], WIDEST, isa)[0]
+    """Returns the fewest rows that are whole vectors, and whole blocks of registers with sums enough."""
+    for count in (isa.lanes * number for number in range(1, MOST_VECTORS + 1)):
+        rows, columns = registers(count, WIDE, isa)
+        if count % rows == 0 and rows * columns >= SUMS * isa.lanes: return count
+    return MOST_VECTORS * isa.lanes
 
 
 def find_strips(op: Op, isa: ISA) -> Strips | None:

@@ -24,7 +24,8 @@ UNROLLED = 4         # vectors of a row
 
 @dataclass(frozen=True)
 class Outside:
-    """Lines ahead of a loop: all values that it makes, and those that have an array in the braces around it."""
+    """Lines ahead of a loop: all values that it makes, and those that have an array in the braces around
+    it."""
     lines: list[str]
     made: set[Value]
     written_inside: list[tuple[Value, Form]]
@@ -68,7 +69,8 @@ class Text:
 
     @contextlib.contextmanager
     def ahead(self, value: Value) -> Iterator[None]:
-        """Lines inside the block, which read a value, come ahead of the innermost loop that does not make it."""
+        """Lines inside the block, which read a value, come ahead of the innermost loop where that does not
+        make it."""
         loop = self.outside
         if loop is None or value in loop.made:
             yield
@@ -111,8 +113,8 @@ class Text:
 
     @contextlib.contextmanager
     def loops(self, shape: Sequence[int], limited: bool = False) -> Iterator[tuple[list[str], str]]:
-        """Loops over outer indices and over vectors of the last axis, of the columns that a strip has where it is
-        `limited`: their variables."""
+        """Loops over outer indices and over vectors of the last axis, of the columns that a strip has where it
+        is `limited`: their variables."""
         with self.outer_loops(shape[:-1]) as outer:
             column = self.name("j")
             if len(shape) == 1 and (strip := self._strip_of(shape)):

@@ -62,19 +62,20 @@ def changes_nothing(op: Op, mask: Op, makers: Makers) -> bool:
 
 
 def hides_columns(op: Op, mask: Op, makers: Makers) -> bool:
-    """Whether, besides, a column whose score is -inf adds nothing to what its row has of others: to no maximum,
-    sum or dot. A row's maximum is finite, or has been -inf so far."""
+    """Whether, besides, a column whose score is -inf adds nothing to what its row has of others: to no
+    maximum, sum or dot. A row's maximum is finite, or has been -inf so far."""
     if not changes_nothing(op, mask, makers): return False
     region = op.regions[0]
     scores = _scores(region, mask, makers)
     assert scores is not None
     own = [one.result for one in region.ops if one.name == "reduce" and one.operands[0] is scores
            and one.attributes["fn"] == "max"]
-    tops = [one.result for one in region.ops if any(_maximum(each, argument, scores, makers) for each in one.results
-                                                    for argument in region.arguments[1:])]
+    tops = [made for one in region.ops for made in one.results
+            if any(_maximum(made, argument, scores, makers) for argument in region.arguments[1:])]
     finite, least = ("finite", 0), ("constant", -math.inf)
-    return all(_adds_nothing(region, {scores: least, **dict.fromkeys(own, a), **dict.fromkeys(tops, b)}, scores,
-                             makers) for a, b in ((finite, finite), (least, finite), (least, least)))
+    cases = ({scores: least, **dict.fromkeys(own, a), **dict.fromkeys(tops, b)}
+             for a, b in ((finite, finite), (least, finite), (least, least)))
+    return all(_adds_nothing(region, each, scores, makers) for each in cases)
 
 
 def _adds_nothing(region: Region, given: Mapping[Value, Term], scores: Value, makers: Makers) -> bool:
