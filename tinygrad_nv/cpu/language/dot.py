@@ -1,8 +1,9 @@
 """Products of tiles in C: operands packed as the blocked GEMM packs them, sums in its block of registers.
 
 Protocol: an operand is packed from where it lies: from an array, or, of a block that a load gives, from the
-tensor itself; one that a loop does not change ahead of it. An array of a whose rows are units already is
-not packed. The accumulator is an array of float32 or int32 that the sums are added to (cpu/gemm/blocked/micro.py).
+tensor itself; one that a loop does not change ahead of it. An array of a whose rows are units already is not
+packed. The accumulator is an array of float32 or int32 that the sums are added to
+(cpu/gemm/blocked/micro.py).
 """
 from __future__ import annotations
 
@@ -105,7 +106,7 @@ class DotEmitter(Columns):
 
     def do_dot(self, op: Op) -> None:
         if _is_mixed(op): return self._convert_mixed(op)
-        self._multiply(op, self.packed.pop(op, None) or self.pack(op))
+        self._multiply(op, self.packed[op] if op in self.packed else self.pack(op))
         return None
 
     def _convert_mixed(self, op: Op) -> None:
@@ -168,10 +169,11 @@ class DotEmitter(Columns):
         with self.ahead(value):
             view = self.direct(value) or self.view(value)
             strip = self.strip if view.first else None
-            if pitch := self._packed_pitch(packed, view):
+            if pitch := self._pitch_of_rows(packed, view):
                 return Left(view.base, pitch, str(value.shape[1]), strip is not None)
             side = Side(view.dtype, view.strides[0], view.strides[1])
-            self.functions.append(packing("a", side, packed.kind, packed.pitch, flip=packed.flip, suffix=number))
+            self.functions.append(packing("a", side, packed.kind, packed.pitch, flip=packed.flip,
+                                          suffix=number))
             most = up(strip.count if strip else m, packed.rows)
             self._array(f"left{number}", most * packed.pitch)
             rows, depth = self._inside(view, m, value.shape[1])
@@ -180,7 +182,7 @@ class DotEmitter(Columns):
             self.line(f"pack_a{number}({view.base}, left{number}, {rows}, {most}, ka{number});")
         return Left(f"left{number}", packed.pitch, f"ka{number}", strip is not None)
 
-    def _packed_pitch(self, packed: Packed, view: View) -> int:
+    def _pitch_of_rows(self, packed: Packed, view: View) -> int:
         """Units from a row of an array to the next where it need not be packed, else 0."""
         per = PER[packed.kind]
         good = (packed.kind, view.dtype) in (("fma", dtypes.float32), ("pair", dtypes.bfloat16))

@@ -1,10 +1,10 @@
 """Columns of a strip that masks hide: they are not computed.
 
 Protocol: `find_hidden(region, strips, makers, lanes)` is of a loop's body whose masks have `skip`
-(language/masks.py): what they make -inf changes nothing. A condition that compares the column's index with the
-row's, or with a number, gives the first or the last column that some row of a strip sees. `values` are those
-of which no other columns are computed: the scores, and what is made of them element by element; sums, maxima
-and dots of them go over these columns alone.
+(language/masks.py): what they make -inf changes nothing. A condition that compares the column's index with
+the row's, or with a number, gives the first or the last column that some row of a strip sees. `values` are
+those of which no other columns are computed: the scores, and what is made of them element by element; sums,
+maxima and dots of them go over these columns alone.
 """
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ def _follow(region: Region, values: set[Value], shape: tuple[int, ...]) -> set[V
     while before != len(values):
         before = len(values)
         for op in ops:
-            if op.name in FOLLOWED and any(each in values for each in _given(op)): values.update(op.results)
+            if op.name in FOLLOWED and any(each in values for each in _operands(op)): values.update(op.results)
         for op in ops:
             if op.name not in ("dot", *FOLLOWED) or op.result.shape != shape: continue
-            readers = [each for each in ops if op.result in _given(each)]
+            readers = [each for each in ops if op.result in _operands(each)]
             if readers and all(each.name in FOLLOWED and set(each.results) <= values for each in readers):
                 values.update(op.results)
     if any(each.shape != shape for each in values) or values & set(region.yields): return set()
@@ -89,7 +89,7 @@ def _follow(region: Region, values: set[Value], shape: tuple[int, ...]) -> set[V
     return values if good else set()
 
 
-def _given(op: Op) -> list[Value]:
+def _operands(op: Op) -> list[Value]:
     return [*op.operands, *(each for inner in op.regions for each in inner.yields)]
 
 

@@ -113,8 +113,8 @@ class Text:
 
     @contextlib.contextmanager
     def loops(self, shape: Sequence[int], limited: bool = False) -> Iterator[tuple[list[str], str]]:
-        """Loops over outer indices and over vectors of the last axis, of the columns that a strip has where it
-        is `limited`: their variables."""
+        """Loops over outer indices and over vectors of the last axis, of the columns that a strip has where
+        it is `limited`: their variables."""
         with self.outer_loops(shape[:-1]) as outer:
             column = self.name("j")
             if len(shape) == 1 and (strip := self._strip_of(shape)):
