@@ -53,7 +53,7 @@ class Visible:
 
 @dataclass(frozen=True)
 class Hidden:
-    """What bounds a strip's columns, and values that have these columns alone."""
+    """Bounds of a strip's columns, and values that have these columns alone."""
     bounds: tuple[Visible, ...]
     values: Set[Value]
 
@@ -78,7 +78,8 @@ def _follow(region: Region, values: set[Value], shape: tuple[int, ...]) -> set[V
     while before != len(values):
         before = len(values)
         for op in ops:
-            if op.name in FOLLOWED and any(each in values for each in _operands(op)): values.update(op.results)
+            read = op.name in FOLLOWED and any(each in values for each in _operands(op))
+            if read: values.update(op.results)
         for op in ops:
             if op.name not in ("dot", *FOLLOWED) or op.result.shape != shape: continue
             readers = [each for each in ops if op.result in _operands(each)]
