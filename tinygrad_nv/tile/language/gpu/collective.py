@@ -26,7 +26,7 @@ from tinygrad_nv.tile.lanes import Lanes, kind_of
 from tinygrad_nv.tile.language.gpu import elements
 from tinygrad_nv.tile.language.gpu.access import fetch, store
 from tinygrad_nv.tile.language.gpu.convert import address
-from tinygrad_nv.tile.language.gpu.held import Held, Part, map_parts
+from tinygrad_nv.tile.language.gpu.held import Held, Part, copy_part, map_parts
 from tinygrad_nv.tile.language.gpu.indices import find_choice, first_indices
 from tinygrad_nv.tile.language.gpu.layout import LANE_BITS, Layout, absent, axes_with_padding, extents
 from tinygrad_nv.tile.language.gpu.swaps import exchange_parts
@@ -117,7 +117,7 @@ class Collective(Values):
         """Returns what a region of scalars makes of scalars."""
         self.scopes.push()
         for argument, part in zip(region.arguments, given, strict=True):
-            self.put_scalar(argument, Lanes(self.kb, part.dtype, list(part.wide), part.packed))
+            self.put_scalar(argument, copy_part(part))
         self.region(region)
         made = [self.scalar(each) for each in region.yields]
         self.scopes.pop()

@@ -140,6 +140,14 @@ class Layout:
         return Layout((0, *(bit + 1 for bit in self.registers)),
                       tuple(NONE if bit == NONE else bit + 1 for bit in self.threads))
 
+    def with_run(self, axis: range) -> Layout:
+        """The layout with the registers in an order that has elements side by side along an axis first."""
+        first: list[int] = []
+        for bit in axis:
+            if bit not in self.registers: break
+            first.append(bit)
+        return Layout((*first, *(bit for bit in self.registers if bit not in first)), self.threads)
+
     def run(self, axis: range) -> int:
         """So many registers side by side hold elements side by side along an axis of these bits."""
         count = 0
