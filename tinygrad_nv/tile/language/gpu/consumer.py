@@ -68,7 +68,7 @@ class Consumer:
         for dot, position in self.late.items(): writer.late[dot] = carried.sums(position)
         groups = {dot: self._groups_of(dot) for dot in self.late}
         self.groups = sum(groups.values())      # of an iteration's products that stay in flight
-        for dot in filter(self._left_in_registers, self.late): writer.groups_later[dot] = self.groups - 1
+        for dot in filter(self._reads_registers, self.late): writer.groups_later[dot] = self.groups - 1
         if not self.early: return
         self.ring.wait(self.at)
         self._issue_early(self.first + self.at.stage * stages.stage_bytes)
@@ -100,17 +100,17 @@ class Consumer:
             source, _ = source_of(dot.operands[side], writer.makers)
             if writer.makers.get(source) in self.stages.places: continue
             inside = any(source in one.results for one in self.op.regions[0].ops)
-            if inside and self.adds and not side and self._left_in_registers(dot): continue
+            if inside and self.adds and not side and self._reads_registers(dot): continue
             if inside or source not in writer.in_shared: return False
         return True
 
-    def _left_in_registers(self, dot: Op) -> bool:
+    def _reads_registers(self, dot: Op) -> bool:
         source, flipped = source_of(dot.operands[0], self.writer.makers)
         return self.writer.assignment.in_registers(source, Role(dot, 0, flipped))
 
     def _groups_of(self, dot: Op) -> int:
         plan = self.writer.assignment.plans[dot]
-        return len(halves_of(plan.depth // plan.step)) if self._left_in_registers(dot) else 1
+        return len(halves_of(plan.depth // plan.step)) if self._reads_registers(dot) else 1
 
     def _early(self) -> list[EarlyDot]:
         """Dots that wait for their operands alone. There must be an iteration."""

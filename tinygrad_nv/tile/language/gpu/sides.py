@@ -39,12 +39,13 @@ class _Exchange:
         made: list[Op] = []
         for op in region.ops:
             inner = tuple(map(self.region, op.regions))
-            dots = [one for one in op.regions[0].ops if self._wanted(one, op)] if op.name == "for" else []
+            dots = [one for each in op.regions[:1] if op.name == "for" for one in each.ops
+                    if self._changes_sides(one, op)]
             whole = op if all(map(operator.is_, inner, op.regions)) else replace(op, regions=inner)
             made += self._loop(whole, dots) if dots else [whole]
         return region if made == region.ops else Region(region.arguments, made, region.yields)
 
-    def _wanted(self, dot: Op, loop: Op) -> bool:
+    def _changes_sides(self, dot: Op, loop: Op) -> bool:
         if dot.name != "dot" or dot.operands[1].dtype not in FLOAT16S: return False
         m, n = dot.result.shape
         if n % (GROUP_ROWS * self.groups) or n & n - 1 or m & m - 1 or not LEAST <= m <= MOST_COLUMNS:
@@ -70,11 +71,12 @@ class _Exchange:
         for dot in dots:
             place = region.arguments.index(dot.operands[2]) - 1
             operands[3 + place] = self._transpose(op.operands[3 + place], before, dot)
-            arguments[1 + place], results[place] = _turned(dot.operands[2]), _turned(op.results[place])
+            arguments[1 + place] = _transpose_of(dot.operands[2])
+            results[place] = _transpose_of(op.results[place])
             after.append(_transposition(results[place], op.results[place], dot))
             at, ahead = ops.index(dot), list[Op]()
             right, left = (self._transpose(each, ahead, dot) for each in dot.operands[1::-1])
-            yields[place] = _turned(dot.result)
+            yields[place] = _transpose_of(dot.result)
             ops[at:at + 1] = [*ahead, replace(dot, operands=(right, left, arguments[1 + place]),
                                               results=(yields[place],))]
         body = Region(tuple(arguments), ops, tuple(yields))
@@ -85,14 +87,14 @@ class _Exchange:
         """The transpose of a tile, which may be what it is the transpose of."""
         op = self.makers.get(value)
         if op is not None and op.name == "transpose": return op.operands[0]
-        to.append(_transposition(value, _turned(value), dot))
+        to.append(_transposition(value, _transpose_of(value), dot))
         return to[-1].result
 
 
 def _nbytes(value: Value) -> int: return math.prod(value.shape) * value.dtype.itemsize
 
 
-def _turned(value: Value) -> Value: return Value(TileType(value.dtype, value.shape[::-1]))
+def _transpose_of(value: Value) -> Value: return Value(TileType(value.dtype, value.shape[::-1]))
 
 
 def _transposition(value: Value, made: Value, dot: Op) -> Op:
