@@ -22,7 +22,6 @@ from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.expression import ZERO, Apply, Constant, Expression, Sum, show, walk
 from tinygrad_nv.tile.operations import LN2, OPERATIONS
 
-
 MOST_POWER = Constant(2.0**126)
 
 
@@ -42,7 +41,8 @@ def _of(node: Expression, made: dict[Expression, Expression], precise: bool) -> 
     rule = OPERATIONS[node.op].slope
     if rule is None or not dtypes.is_float(node.dtype):
         raise SpecError(f"the derivative of {show(node)}", "floats from the sum to the score")
-    if (known := _logistic(node, made, precise) or _differentiate_mask(node, slopes)) is not None: return known
+    known = _logistic(node, made, precise) or _differentiate_mask(node, slopes)
+    if known is not None: return known
     values = [arg if arg.dtype == dtypes.bool else arg.cast(dtypes.float32) for arg in node.args]
     found: Expression = rule(node.cast(dtypes.float32), *values, *slopes)
     return found
