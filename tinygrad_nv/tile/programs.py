@@ -121,10 +121,10 @@ class TileProgram:
         """The kernel of a spec, or all."""
         launches = self.launches(spec, blocks)
         kernels, between = tuple(build_one(*each) for each in launches), launches[0][1].tensors[0]
-        if len(kernels) == 1: return kernels[0]
         if found := self.scratch(spec, blocks):
             given = (Scratch(dtypes.int32, prod(shape)) for shape in found.values())
             return ProgramsInTurn(kernels, tuple(given))
+        if len(kernels) == 1: return kernels[0]
         return Chain(kernels[0], kernels[1], Scratch(between.dtype, between.numel))
 
 
