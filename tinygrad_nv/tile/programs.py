@@ -32,6 +32,7 @@ from tinygrad_nv.tile.template import GPU, Family, Template
 
 Grid = tuple[int, int, int]
 VECTOR = TileSchedule().vector_width
+PART_ELEMENTS = 1 << 14     # of a CPU's part: fewer are done before another thread has begun
 
 
 @dataclass(frozen=True)

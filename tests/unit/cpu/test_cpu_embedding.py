@@ -7,9 +7,12 @@ from tinygrad import Tensor, TinyJit, Variable, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv import disabled, explain
+from tinygrad_nv.cpu.isa import ISA
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.functional import embedding
 from tinygrad_nv.tile.embedding.spec import EmbeddingSpec, Tokens
+from tinygrad_nv.tile.templates import TABLE
 
 F32, BF16, F16 = dtypes.float32, dtypes.bfloat16, dtypes.float16
 RNG = np.random.default_rng
@@ -58,6 +61,12 @@ def test_gradients_of_several_programs(shape: tuple[int, int]):
     for number, row in zip(tokens.numpy(), grad.numpy(), strict=True):
         if -shape[0] <= number < shape[0]: exact[number] += row
     np.testing.assert_array_equal(made.numpy(), exact)
+
+
+def test_few_tokens_are_shared_out():
+    """As many parts as there is work for threads, of fewer tokens than a program has of many."""
+    spec = EmbeddingSpec(100, 4096, F32, Tokens(dtypes.int32, (8,), (1,)))
+    assert [TABLE.choose(spec, CPU(ISA("avx2"), threads)).parts for threads in (1, 2, 64)] == [1, 2, 2]
 
 
 def test_a_large_table_is_one_kernel():

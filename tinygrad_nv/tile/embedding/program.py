@@ -24,7 +24,7 @@ from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec
 from tinygrad_nv.tile.language.memory import LARGEST, Block, TensorRef
 from tinygrad_nv.tile.language.values import Operand, Tile
 from tinygrad_nv.tile.order import OVER_ROWS
-from tinygrad_nv.tile.programs import Blocks, Grid, TileProgram
+from tinygrad_nv.tile.programs import PART_ELEMENTS, Blocks, Grid, TileProgram
 
 DETERMINISM_CLASS = OVER_ROWS
 WORDS = {4: dtypes.uint32, 2: dtypes.uint16, 1: dtypes.uint8}   # by bytes
@@ -35,7 +35,6 @@ DEEP = 4                # vectors of a thread
 CPU_ROWS = 16
 VECTORS = 8             # of a CPU, whose sums stay in registers
 LINE = 32               # columns: no line of a cache is written by two
-PART_ELEMENTS = 1 << 14     # of a table: fewer are done before another thread has begun
 NO_ROW = -LARGEST - 1   # plus any number of rows still below 0
 MOST = LARGEST - CTA    # rows and tokens, so that the end of the last block is an int32
 
@@ -113,7 +112,9 @@ def grid(spec: EmbeddingSpec, blocks: Blocks) -> Grid:
 def cut(spec: EmbeddingSpec, target: Any) -> Sequence[tuple[Blocks, int]]:
     """A CPU's programs have some tokens, whole rows; of a GPU's each thread has some vectors of a row."""
     words = as_words(spec)
-    if target.kind == "cpu": return [(Blocks(min(CPU_ROWS, spec.tokens.count), words.width), 1)]
+    if target.kind == "cpu":
+        parts = max(1, min(target.threads, spec.tokens.count * spec.width // PART_ELEMENTS))
+        return [(Blocks(max(1, min(CPU_ROWS, spec.tokens.count // parts)), words.width), 1)]
     vector = math.gcd(VECTOR_BYTES // words.dtype.itemsize, words.width)
     pieces = words.width // vector
     few = spec.tokens.count * pieces <= FEW
@@ -162,9 +163,9 @@ def problems(spec: EmbeddingSpec, kind: str) -> list[str]:
 
 
 PROGRAMS = (TileProgram("embedding", EmbeddingSpec, embedding, grid, cut,
-                        lambda spec: spec.tokens.count * spec.width, problems,
+                        lambda spec: spec.tokens.count * spec.width, problems, fixed=True,
                         steps=lambda spec, blocks: [(as_words(spec), blocks)],
                         by_rows=("out", "tokens")),
             TileProgram("embedding_gradient", EmbeddingGradientSpec, add_up, column_grid, gradient_cut,
-                        lambda spec: spec.rows * spec.width, gradient_problems, scratch=lists,
-                        kinds=("cpu",)))
+                        lambda spec: spec.rows * spec.width, gradient_problems, fixed=True,
+                        scratch=lists, kinds=("cpu",)))

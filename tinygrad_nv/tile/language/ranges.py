@@ -118,7 +118,7 @@ class Ranges:
             if op.name == "for": self._loop(op)
             for inner in op.regions:
                 self._region(inner)
-                if op.name == "while" and inner is op.regions[0]: self._bound_body(op)
+                if op.name == "while" and inner is op.regions[0]: self._limit_body(op)
             if len(op.results) == 1 and not dtypes.is_float(op.result.dtype):
                 rule = getattr(self, f"_{op.name}", None)
                 if rule is None or op.name == "for": continue
@@ -133,8 +133,8 @@ class Ranges:
         self.known[op.regions[0].arguments[0]] = Known(start.low, last, min(start.multiple, step.multiple), 1,
                                                        MOST)
 
-    def _bound_body(self, op: Op) -> None:
-        """Bounds what the body of a `while` is given by the condition under which it runs."""
+    def _limit_body(self, op: Op) -> None:
+        """Limits what the body of a `while` is given by the condition under which it runs."""
         test, body = op.regions
         given, left = dict(zip(test.arguments, body.arguments, strict=True)), [(test.yields[0], True)]
         while left:
