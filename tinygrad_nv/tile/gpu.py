@@ -2,8 +2,8 @@
 
 Protocol: a `GPUModel` holds rates and sizes of one GPU, as its maker states them (the white papers named
 below) where `peak` figures are meant, and estimates where no maker states any: `sustained`, `l2_bytes_per_s`
-and the latencies. `gpu_model_for(arch, sm_count)` finds the GPU of a device. Of the H100 `l2_bytes_per_s`,
-`sustained` and `load_s` are fitted to matmuls that one timed (bench/timing/fit_cost.py); nothing of others was
+and the latencies. `gpu_model_for(arch, sm_count)` finds the GPU of a device. The H100's `l2_bytes_per_s`,
+`sustained` and `load_s` are fitted to matmuls that one timed (bench/timing/fit_cost.py); nothing else was
 measured by us.
 
 Sources: NVIDIA H100 Tensor Core GPU Architecture (2022), tables 1 to 3; NVIDIA A100 Tensor Core GPU

@@ -67,7 +67,7 @@ def cheapest(templates: tuple[AnyTemplate, ...], spec: Any, gpu: GPU,
 
 
 def _near(pairs: Sequence[Priced], near: float) -> list[Priced]:
-    """Those whose predictions are at most `near` times the least."""
+    """Returns the pairs whose predictions are at most `near` times the least."""
     least = min(predicted.seconds for predicted, _ in pairs)
     return [pair for pair in pairs if pair[0].seconds <= near * least]
 
