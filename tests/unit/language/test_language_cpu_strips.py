@@ -200,3 +200,25 @@ def converted(q: KTile["S", "D"], k: KTile["N", "D"], v: KTile["N", "D"]) -> OTi
 def test_a_loop_within_a_loop():
     given = tensors(arrays(100, 100, 32), f32)
     np.testing.assert_allclose(converted(*given).numpy(), converted.interpret(*given), rtol=1e-4, atol=1e-3)
+
+
+@kernel.schedule(Schedule(block=(64, 64)))
+def masked(q: KTile["S", "D"], k: KTile["N", "D"], v: KTile["N", "D"], *,
+           again: float) -> OTile["S", "D", f32]:
+    """Scores are masked in a branch, and read again behind it."""
+    T = tile.context()
+    acc = tile.zeros((T.m, T.d), f32)
+    for block in tile.range_n(k.shape[0], T.n):
+        s = tile.dot(tile.load(q, T.m, T.d), tile.load(k, block, T.d).T)
+        seen = tile.where(tile.col_index(block) <= tile.row_index(), s, 0.25)
+        if again: seen = seen + s * again
+        acc = tile.dot(seen, tile.load(v, block, T.d), acc)
+    return acc
+
+
+@pytest.mark.parametrize("again", [0.0, 2.0])
+def test_a_branch_writes_in_place_what_nothing_else_reads(again: float):
+    given = tensors(arrays(128, 128, 32), f32)
+    np.testing.assert_allclose(masked(*given, again=again).numpy(), masked.interpret(*given, again=again),
+                               rtol=1e-4, atol=1e-3)
+    assert ("else {\n}" in masked.source(*given, again=again)) == (not again)

@@ -132,13 +132,26 @@ class LoopEmitter(DotEmitter):
         self.forms.update(zip(op.results, names, strict=True))
 
     def do_if(self, op: Op) -> None:
-        names: list[Any] = [self.allocate(each.dtype, each.shape) if each.shape else self._mutable(each.dtype)
-                            for each in op.results]
+        names: list[Any] = [self._find_kept(op, i) or self.allocate(each.dtype, each.shape) if each.shape
+                            else self._mutable(each.dtype) for i, each in enumerate(op.results)]
         for head, region in zip((f"if ({self.scalar(op.operands[0])})", "else"), op.regions, strict=True):
             with self.braces(head):
                 self.region(region)
                 for name, value in zip(names, region.yields, strict=True): self._assign(name, value)
         self.forms.update(zip(op.results, names, strict=True))
+
+    def _find_kept(self, op: Op, number: int) -> View | None:
+        """Returns the array of a value that a branch gives as it is, where nothing else reads it and the other
+        branch makes each element of those at its place: that writes it in place."""
+        yields = [region.yields[number] for region in op.regions]
+        for value, other, region in zip(yields, yields[::-1], op.regions[::-1], strict=True):
+            maker, form = self.makers.get(value), self.forms.get(value)
+            if maker is None or maker not in self.region_now.ops or not isinstance(form, View): continue
+            if maker.name not in ("dot", "if") or value in self.targets or value is other: continue
+            own = next((each for each in region.ops if other in each.results), None)
+            if own is None or own.name != "apply" or own.attributes["fn"] != "where": continue
+            if set(self.users[value]) == {op, own} and self.uses[value] == 2: return form
+        return None
 
     def do_select(self, op: Op) -> None:
         """Emits a table for each list."""
