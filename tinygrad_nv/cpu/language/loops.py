@@ -141,8 +141,8 @@ class LoopEmitter(DotEmitter):
         self.forms.update(zip(op.results, names, strict=True))
 
     def _find_kept(self, op: Op, number: int) -> View | None:
-        """Returns the array of a value that a branch gives as it is, where nothing else reads it and the other
-        branch makes each element of those at its place: that writes it in place."""
+        """Returns the array of a value that a branch gives as it is, where nothing else reads it and the
+        other branch makes each element of those at its place: that writes it in place."""
         yields = [region.yields[number] for region in op.regions]
         for value, other, region in zip(yields, yields[::-1], op.regions[::-1], strict=True):
             maker, form = self.makers.get(value), self.forms.get(value)
