@@ -101,6 +101,18 @@ def test_rows_of_bytes(dtype: DType):
     with disabled(): np.testing.assert_array_equal(made.numpy(), embedding(weight, tokens).numpy())
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_rows_of_any_bits(dtype: DType):
+    """Signalling NaN, too, whose bits a conversion would change."""
+    bits, tokens = RNG(3).integers(0, 256, (50, 20 * dtype.itemsize)).astype(np.uint8), numbers(50, 60)
+    bits[:, dtype.itemsize - 1::dtype.itemsize] |= 0x7F
+    weight = Tensor(bits, device="CPU").bitcast(dtype).contiguous().realize()
+    made, known = embedding(weight, tokens), (tokens >= -50) & (tokens < 50)
+    assert templates(made) == ["embedding"]
+    found, number = made.bitcast(dtypes.uint8).numpy(), tokens.numpy()
+    np.testing.assert_array_equal(found, np.where(known.numpy()[:, None], bits[number % 50], 0))
+
+
 def test_what_is_no_table_or_no_numbers_is_refused():
     weight, tokens = table(4, 3), numbers(4, 2)
     for given in ((weight[0], tokens), (weight, tokens.float())):

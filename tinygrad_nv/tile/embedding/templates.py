@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from tinygrad_nv.tile.embedding.program import PROGRAMS
+from tinygrad_nv.tile.embedding.program import PROGRAMS, gradient_problems
 from tinygrad_nv.tile.embedding.spec import SEGMENT, EmbeddingGradientSpec
 from tinygrad_nv.tile.order import OVER_ROWS
 from tinygrad_nv.tile.programs import make_family
@@ -23,7 +23,6 @@ from tinygrad_nv.tile.template import Family, make_template
 VECTOR_BYTES = 16
 CTAS = 132          # that sort: an SM of an H100 each. All read all tokens, more of them have more work
 MOST_ROWS = 512     # of a tile, where more CTAs sort: a thread has a row at the end
-MOST_TOKENS = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -94,14 +93,6 @@ class GradientPlan:
         order = known[np.argsort(rows[known], kind="stable")]
         offsets = np.searchsorted(rows[order], np.arange(self.spec.rows + 1))
         return np.concatenate([offsets, order]).astype(np.uint32)
-
-
-def gradient_problems(spec: EmbeddingGradientSpec, arch: str) -> list[str]:
-    """Why a gradient has no kernel; empty when it has one."""
-    out = ["a symbolic number of tokens"] * spec.symbolic
-    if max(spec.rows, spec.tokens.count) > MOST_TOKENS:
-        out.append(f"{spec.tokens.count} of {spec.rows} rows, at most {MOST_TOKENS}")
-    return out
 
 
 @dataclass(frozen=True)
