@@ -13,6 +13,7 @@ the only reader of what it replaces, it is written in place.
 """
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -31,6 +32,8 @@ from tinygrad_nv.tile.operations import LANGUAGE_OPERATIONS
 
 COUNT = "m"          # the kernel's last integer, where rows are symbolic
 CHEAP_NODES = 6      # of an element operation that is computed at each of its uses
+REPEATED_NODES = 2   # of one that is repeated along at least so many rows
+MANY_ROWS = 16
 
 
 class Emitter(Text):
@@ -284,8 +287,9 @@ class Emitter(Text):
     def _broadcast_stays(self, op: Op) -> bool:
         source = op.operands[0]
         form = self.forms[source]
-        if isinstance(form, Op) and source.shape != op.result.shape and not self._cheap(source):
-            self.view(source)
+        if isinstance(form, Op) and source.shape != op.result.shape:
+            many = math.prod(op.result.shape) >= MANY_ROWS * math.prod(source.shape)
+            if self._nodes(source) > (REPEATED_NODES if many else CHEAP_NODES): self.view(source)
         return self.once(op.result) or self._cheap(op.result)
 
     def _reshape_stays(self, op: Op) -> bool:
