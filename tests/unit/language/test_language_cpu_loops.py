@@ -46,7 +46,7 @@ def test_stores_of_one_shape_are_one_loop():
 
 
 @kernel(grid=(1,))
-def scaled(x: KTile["R", "N", f32], gain: KTile["N", f32], out: OTile["R", "N", f32]):
+def scale_columns(x: KTile["R", "N", f32], gain: KTile["N", f32], out: OTile["R", "N", f32]):
     out[:, :] = x[:, :] * (tile.abs(gain[:]) + gain[:] * 2.0)[None, :]
 
 
@@ -54,7 +54,7 @@ def test_what_many_rows_repeat_is_computed_once():
     """Of few rows it is computed for each: an array costs more."""
     gain = X[0]
     for rows, arrays in ((6, 0), (24, 1)):
-        _, text = run(scaled, np.tile(X, (4, 1))[:rows], gain)
+        _, text = run(scale_columns, np.tile(X, (4, 1))[:rows], gain)
         assert text.count("aligned") == arrays
 
 
@@ -286,8 +286,8 @@ def extremes(x: KTile["R", "N", f32], least: OTile["R", 32, f32], most: OTile["R
     low, high = tile.full((32,), 9.0), tile.full((32,), -9.0)
     for n in tile.range(0, 96, 32):
         part = x[row, tile.block(n, 32)]
-        scaled = part * part * part * 0.5
-        low, high = tile.minimum(low + high * 0.0, scaled), tile.maximum(high, scaled)
+        scale_columns = part * part * part * 0.5
+        low, high = tile.minimum(low + high * 0.0, scale_columns), tile.maximum(high, scale_columns)
     least[row, :], most[row, :] = low, high
 
 

@@ -111,7 +111,7 @@ class Part:
     def every(self) -> Block: return Block(0, self.spec.width)
 
     @property
-    def ragged(self) -> bool:
+    def is_ragged(self) -> bool:
         """Whether the last block of an image has rows beyond it."""
         return self.norm.positions % self.blocks.rows > 0
 
@@ -133,7 +133,8 @@ class Part:
 
     def load_lanes(self, first: Operand) -> list[Tile]:
         """x of a block's positions, `lanes` at a time."""
-        return [self.load(first + i, self.blocks.lanes) for i in range(0, self.blocks.rows, self.blocks.lanes)]
+        lanes = self.blocks.lanes
+        return [self.load(first + i, lanes) for i in range(0, self.blocks.rows, lanes)]
 
     def load_behind(self, row: Operand) -> list[Tile]:
         """x of the block behind one, of the last itself: what threads load ahead. None of a CPU's."""
@@ -178,7 +179,7 @@ def measure(part: Part) -> tuple[Tile, Tile]:
     block = [tile.cast(x, F32) for x in part.load_lanes(first)]
     if part.size == lanes:
         mean, square = block[0], tile.zeros(block[0].shape)
-        many = tile.cast(part.there(part.rows(first)[0]), F32) if part.ragged else 1.0
+        many = tile.cast(part.there(part.rows(first)[0]), F32) if part.is_ragged else 1.0
     else:
         pivot = sum(block[1:], block[0]) / float(min(len(block), part.norm.positions))
         s, q = add_moments(part, first, block, pivot)
@@ -195,7 +196,7 @@ def measure(part: Part) -> tuple[Tile, Tile]:
         share = 1.0 / tile.maximum(many, 1.0)
         mean, square = pivot + s * share, tile.maximum(q - s * s * share, 0.0)
     count = tile.cast(part.count, F32)
-    mean, square = join(mean, square, many, 1, count if part.ragged else None)
+    mean, square = join(mean, square, many, 1, count if part.is_ragged else None)
     if part.norm.shift is not None: mean = mean + part.channels("shift")
     return join(part.by_group(mean), part.by_group(square), count, 1)
 
@@ -210,7 +211,7 @@ def add_exactly(total: Tile, x: Tile, rest: Tile) -> tuple[Tile, Tile]:
 def count_rows(part: Part) -> Operand:
     """Positions of a slice that each lane has: (1, lanes, 1), or one number."""
     lanes = part.blocks.lanes
-    if not part.ragged: return tile.cast(part.count, F32) / float(lanes)
+    if not part.is_ragged: return tile.cast(part.count, F32) / float(lanes)
     beyond = part.count + (lanes - 1) - tile.arange(lanes)
     return tile.cast(beyond // lanes, F32)[None, :, None]
 
@@ -218,14 +219,15 @@ def count_rows(part: Part) -> Operand:
 def add_moments(part: Part, first: Operand, block: Sequence[Tile], pivot: Tile) -> tuple[Tile, Tile]:
     """Distances of a block from a pivot, and their squares, added up."""
     each = [tile.cast(x, F32) - pivot for x in block]
-    if part.ragged:
+    if part.is_ragged:
         each = [tile.where(part.there(rows), x, 0.0) for x, rows in zip(each, part.rows(first), strict=True)]
     s, q = each[0], each[0] * each[0]
     for x in each[1:]: s, q = s + x, tile.fma(x, x, q)
     return s, q
 
 
-def join(mean: Tile, square: Tile, many: Operand, axis: int, total: Operand | None = None) -> tuple[Tile, Tile]:
+def join(mean: Tile, square: Tile, many: Operand, axis: int,
+         total: Operand | None = None) -> tuple[Tile, Tile]:
     """Mean and squares of `total` elements, of those of `many` each along an axis; None: of as many each."""
     extent = mean.shape[axis]
     if total is not None: whole = tile.sum(mean * many, axis, keepdims=True) / total

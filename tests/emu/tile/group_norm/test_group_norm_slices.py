@@ -13,8 +13,8 @@ from tinygrad.helpers import Context
 from tests.support.tile.reference_case import right, run, storages
 from tinygrad_nv import explain
 from tinygrad_nv.functional import group_norm
-from tinygrad_nv.tile.group_norm.spec import GroupNormSpec
 from tinygrad_nv.tile.group_norm.program import PROGRAMS, slice_size
+from tinygrad_nv.tile.group_norm.spec import GroupNormSpec
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
@@ -32,7 +32,7 @@ SPECS = {
     "a channel a group": GroupNormSpec(1, 70, 16, 16, 1e-5, False, BF16, BF16, BF16)}
 
 
-def chosen(spec: GroupNormSpec, gpu: GPU) -> Schedule:
+def choose(spec: GroupNormSpec, gpu: GPU) -> Schedule:
     schedule = TABLE.choose(spec, gpu)
     assert schedule is not None, TABLE.why_not(spec, gpu)
     return schedule
@@ -42,7 +42,7 @@ def chosen(spec: GroupNormSpec, gpu: GPU) -> Schedule:
 def test_numbers(name: str):
     spec, given = SPECS[name], storages(SPECS[name], seed=len(name))
     for seed, gpu in enumerate(GPUS):
-        right(spec, given, run(spec, chosen(spec, gpu), gpu, given, seed=seed), cut=2.0**-16)
+        right(spec, given, run(spec, choose(spec, gpu), gpu, given, seed=seed), cut=2.0**-16)
 
 
 def test_slices():
@@ -61,7 +61,7 @@ def test_what_cancels(x: torch.Tensor):
     spec = GroupNormSpec(1, 803, 32, 8, 1e-5, False, F32, F32)
     given = storages(spec)
     given["x"], given["weight"], given["bias"] = x.flatten(), torch.ones(32), torch.zeros(32)
-    found = run(spec, chosen(spec, GPUS[1]), GPUS[1], given)["out"].double().reshape(1, 803, 32)
+    found = run(spec, choose(spec, GPUS[1]), GPUS[1], given)["out"].double().reshape(1, 803, 32)
     wanted = torch.nn.functional.group_norm(x.double().permute(0, 2, 1), 8, eps=1e-5).permute(0, 2, 1)
     rounding = 2.0**-24 * x.abs().max().item() / x.double().std(unbiased=False).clamp(min=1.0).item()
     assert (found - wanted).abs().max() <= 4 * rounding + 1e-6 * wanted.abs().max()

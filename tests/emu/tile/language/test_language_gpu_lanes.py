@@ -43,7 +43,7 @@ def test_other_reductions_are_by_shuffles(columns: int, fn: str) -> None:
     checked(made, NARROW)
 
 
-def columns_reduced(x, o, apart, *, fn):
+def reduce_columns(x, o, apart, *, fn):
     found = getattr(R, fn)(x[:, :, :], 1)
     o[:, :] = found
     apart[:, :, :] = x[:, :, :] - found[:, None, :]
@@ -54,7 +54,7 @@ def columns_reduced(x, o, apart, *, fn):
 @pytest.mark.parametrize(("dtype", "fn"), [(F32, "sum_"), (F32, "max_"), (S32, "prod")], ids=str)
 def test_many_columns_are_shared_out(shape: tuple[int, ...], shuffles: int, dtype: DType, fn: str) -> None:
     """Lanes exchange halves of what they have, and no thread combines what all warps have of all columns."""
-    made = program(columns_reduced, [ref("o", dtype, shape[0], shape[2], out=True),
+    made = program(reduce_columns, [ref("o", dtype, shape[0], shape[2], out=True),
                                      ref("apart", dtype, *shape, out=True), ref("x", dtype, *shape)],
                    more={"fn": fn})
     schedule = TileSchedule(vector=4, warps=8)

@@ -45,18 +45,21 @@ def combine_shares(writer: Writer, combine: Callable[..., list[Part]], layout: L
     with arena.scratch(nbytes) as start, arena.scratch(row << len(others)) as end:
         arena.writes(start, nbytes)
         own = [(at, WORD << i) for i, at in enumerate(others)]
-        base = address(writer, start, threads.sum([*own, *mine, *((at, beside << i) for i, at in enumerate(warps))]))
+        mine += [(at, beside << i) for i, at in enumerate(warps)]
+        base = address(writer, start, threads.sum([*own, *mine]))
         for i, part in enumerate(held): store(kb, base, i * step, [part], 1, first, "shared")
         arena.reads(start, nbytes)
         arena.writes(end, row << len(others))
         rank = threads.sum([(at, 1 << i) for i, at in enumerate(over)])
+        assert not isinstance(rank, int)
         base = address(writer, start, threads.sum([*own, *((at, step << i) for i, at in enumerate(over))]))
         rows = [(at, row << i) for i, at in enumerate(others)]
         to = address(writer, end, threads.sum([*rows, *((at, WORD << i) for i, at in enumerate(over))]))
         for number in range(0, len(distinct), shares):
             there = None if number + shares <= len(distinct) else rank < len(distinct) - number
-            found: list[Part] = [fetch(kb, base, number * step + i * beside, dtype, 1, there, space="shared")[0]
-                                 for i in range(count)]
+            found: list[Part] = []
+            for i in range(count):
+                found += fetch(kb, base, number * step + i * beside, dtype, 1, there, space="shared")
             while len(found) > 1:
                 found = [combine([a], [b])[0] for a, b in zip(found[::2], found[1::2], strict=True)]
             guard = there if first is None else first if there is None else first & there
