@@ -286,8 +286,8 @@ def extremes(x: KTile["R", "N", f32], least: OTile["R", 32, f32], most: OTile["R
     low, high = tile.full((32,), 9.0), tile.full((32,), -9.0)
     for n in tile.range(0, 96, 32):
         part = x[row, tile.block(n, 32)]
-        scale_columns = part * part * part * 0.5
-        low, high = tile.minimum(low + high * 0.0, scale_columns), tile.maximum(high, scale_columns)
+        scaled = part * part * part * 0.5
+        low, high = tile.minimum(low + high * 0.0, scaled), tile.maximum(high, scaled)
     least[row, :], most[row, :] = low, high
 
 

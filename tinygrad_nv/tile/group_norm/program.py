@@ -58,7 +58,7 @@ class PartsSpec:
                      for each in arguments(self.norm))
 
     def place(self, whole: Place) -> Place:
-        """Where an argument's elements lie: parts before positions."""
+        """Returns where an argument's elements lie: parts before positions."""
         extents, steps = whole.extents[:-1], whole.strides[:-1]
         return Place(0, (*extents[:1], self.norm.channels // self.width, *extents[1:], self.width),
                      (*steps[:1], self.width, *steps[1:], 1))
@@ -143,7 +143,7 @@ class Part:
         return self.load_lanes(tile.minimum(row + self.blocks.rows, last))
 
     def there(self, rows: Block) -> Tile:
-        """Which positions the image has: (1, lanes, 1)."""
+        """Tells which positions the image has: (1, lanes, 1)."""
         return (rows.indices < self.norm.positions)[None, :, None]
 
     def channels(self, name: str) -> Tile:
