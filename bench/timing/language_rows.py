@@ -3,8 +3,8 @@
 Protocol: a `Case` has functions of a GPU's name. `language` gives the microseconds of the best of a few
 schedules, `template` those of our template with the schedule that it has without tuning, `triton` those of
 language_triton.py. The gradient of attention is one kernel of the template, which is given delta; in the
-language the quicker of one alike and of two (dq with delta; dk and dv); two in Triton. W4A16 of few rows is cut
-along K on all sides that can: the language and Triton add to zeros that are there.
+language the quicker of one alike and of two (dq with delta; dk and dv); two in Triton. W4A16 of few rows is
+cut along K on all sides that can: the language and Triton add to zeros that are there.
 """
 from __future__ import annotations
 
