@@ -67,6 +67,18 @@ def test_what_cancels(x: torch.Tensor):
     assert (found - wanted).abs().max() <= 4 * rounding + 1e-6 * wanted.abs().max()
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_no_number_stays_in_its_group(bad: float):
+    spec = GroupNormSpec(2, 70, 320, 32, 1e-5, False, F32, F32)
+    given = storages(spec)
+    usual = run(spec, choose(spec, GPUS[0]), GPUS[0], given)["out"]
+    given["x"].view(2, 70, 320)[1, 69, 15] = bad
+    found = run(spec, choose(spec, GPUS[0]), GPUS[0], given)["out"]
+    assert found[1, :, 10:20].isnan().all()
+    usual[1, :, 10:20] = found[1, :, 10:20] = 0
+    assert torch.equal(found, usual)
+
+
 def test_through_the_graph():
     numbers = [torch.randn(1, 6, 5, 32).half().float(), torch.rand(32), torch.rand(32)]
     with Context(DEV="EMU"):
