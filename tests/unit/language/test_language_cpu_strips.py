@@ -222,3 +222,17 @@ def test_a_branch_writes_in_place_what_nothing_else_reads(again: float):
     np.testing.assert_allclose(masked(*given, again=again).numpy(), masked.interpret(*given, again=again),
                                rtol=1e-4, atol=1e-3)
     assert ("else {\n}" in masked.source(*given, again=again)) == (not again)
+
+
+@kernel(grid=(2,))
+def count_beyond(q: KTile["S", "D"], k: KTile["N", "D"], v: KTile["N", "D"], out: OTile["S", f32]):
+    """What lies beyond the keys is 0, of which the power is 1."""
+    rows = tile.block(tile.program_id(0) * 64, 64)
+    out[rows] = tile.sum(tile.exp(tile.dot(q[rows, :], k[tile.block(0, 128), :].T)), 1) + v[0, 0]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_columns_beyond_an_operand_are_zero(level: str):
+    given = arrays(128, 20, 16)
+    got = run_at(count_beyond.program(*tensors(given, f32)), level, given, np.zeros(128, np.float32))
+    np.testing.assert_allclose(got, count_beyond.interpret(*tensors(given, f32)), rtol=1e-4)
