@@ -7,7 +7,7 @@ Protocol: units (gemm.h) of 32 bits, zero where there is no element. `packing` m
 
 p is the first element, `rows` of `most` there are, `count` elements of each. Where elements lie side by side
 in memory the way they do in the panel they are copied, a vector at a time; else W x W units are transposed
-in registers. Rows of b that there are none of become zeros, a vector at a time; what is left over at the edges
+in registers. Rows of b beyond the last become zeros, a vector at a time; what is left over at the edges
 goes one unit at a time.
 """
 from __future__ import annotations
