@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isqrt, log
+from math import log
 from typing import Any
 
 from tinygrad.dtype import dtypes
@@ -34,8 +34,7 @@ DETERMINISM_CLASS = "each image alone, in an order that its extents give"
 F32, S32 = dtypes.float32, dtypes.int32
 WARPS = 8
 HELD = 1 << 13              # elements of a GPU's block: 32 of a thread
-MOST_SLICES = 256
-STATISTIC_BYTES = 8         # of a group in a slice: all programs of an image read them
+MOST_SLICES = 256           # of an image, whose statistics all its programs read
 LEAST_CHANNELS = 128        # of a GPU's program, where groups may be shared out
 LEAST_WIDTH, MOST_PARTS = 32, 15    # of channels in parts: others are one, padded to a power of two
 MOST_PART_ELEMENTS = 64     # of a thread, one of each part
@@ -311,9 +310,8 @@ def cut(norm: GroupNormSpec, target: Any) -> Sequence[tuple[Blocks, int]]:
     lanes = power(max(1, HELD // (channels // width * power(width))))
     lanes = max(lanes, 32 * WARPS * vector_of(norm) // power(width))
     lanes = min(lanes, power(norm.positions))
-    image = norm.positions * norm.channels * norm.dtype.itemsize
-    most = min(MOST_SLICES, isqrt(image // (STATISTIC_BYTES * norm.groups)), -(-norm.positions // lanes))
-    made = Blocks(lanes, channels, max(most, 1), lanes)
+    most = min(MOST_SLICES, -(-norm.positions // lanes))
+    made = Blocks(lanes, channels, most, lanes)
     slices = -(-norm.positions // slice_size(norm, made))
     return [(Blocks(lanes, channels, slices, lanes), WARPS)]
 
