@@ -41,7 +41,6 @@ from tinygrad_nv.tile.embedding.spec import EmbeddingSpec, Tokens
 from tinygrad_nv.tile.expression import Apply, Load, Sum, silu
 from tinygrad_nv.tile.gemm.spec import Result
 from tinygrad_nv.tile.group_norm.spec import GroupNormSpec
-from tinygrad_nv.tile.group_norm.templates import GroupNorm
 from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
@@ -140,7 +139,7 @@ class ElementwiseWorkload:
 
     def plan(self) -> str:
         """Ours in words."""
-        return str(TABLE.choose(self.spec, GPU("sm_90a"))) if isinstance(self.spec, NormSpec) else "copy"
+        return "copy" if self.form == "embedding" else str(TABLE.choose(self.spec, GPU("sm_90a")))
 
     def in_torch(self, one: dict[str, Any]) -> Any:
         """The result by torch's own functions."""
@@ -207,10 +206,6 @@ class GroupNormWorkload(ElementwiseWorkload):
     def spec(self) -> GroupNormSpec:
         """Spec of the kernels."""
         return GroupNormSpec(self.m, self.side**2, self.n, GROUPS, EPS, "silu" in self.form, KIND, KIND)
-
-    def plan(self) -> str:
-        """Ours in words."""
-        return str(GroupNorm.of(self.spec))
 
     def scale_down(self) -> GroupNormWorkload:
         """Smaller, for the emulator."""

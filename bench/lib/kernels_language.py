@@ -1,5 +1,5 @@
 """Kernels in the tile language that benchmarks time, beside those of tinygrad_nv.stdlib: matmuls, norms and
-softmax, and matmuls with 4-bit codes.
+softmax, matmuls with 4-bit codes, and the gradients of attention in one kernel.
 
 Protocol: norms give their operands' dtype, as memory_peers.py's in Triton. Codes of 4 bits are 0 to 15 for -8
 to 7, eight along K in a word of 32 bits: even ones in the lower half, odd ones in the upper, so that two are
@@ -12,6 +12,7 @@ from typing import Any
 from tinygrad_nv import tile
 from tinygrad_nv.language.decorator import kernel
 from tinygrad_nv.shapes import KTile, OTile
+from tinygrad_nv.stdlib.attention import LOG2E
 from tinygrad_nv.tile.language.names import f16, f32, int32
 
 
@@ -99,3 +100,33 @@ def w4a16_split(x: KTile["M", "K", f16], packed: KTile["N", "K//8", int32],
         acc = tile.dot(x[m, tile.block(start, BK)], dequantise(words, scale).T, acc)
         words, scale = after, scale_after
     tile.atomic_add(out, acc, m, n)
+
+
+@kernel
+def attention_gradient(k: KTile["B", "G", "T", "D"], v: KTile["B", "G", "T", "D"],
+                       q: KTile["B", "H", "S", "D"], do: KTile["B", "H", "S", "D"],
+                       lse: KTile["B", "H", "S", f32], delta: KTile["B", "H", "S", f32],
+                       dv: OTile["B", "G", "T", "D", f32], dq: OTile["B", "H", "S", "D", f32], *,
+                       scale: float) -> Any:
+    """dk in float32, dv, and dq, which is added to zeros that are there: the gradients of attention in one
+    kernel, as our template has them. The bits of dq depend on the order of programs."""
+    T = tile.context()
+    groups, heads, factor = k.shape[1], q.shape[1] // k.shape[1], scale * LOG2E
+    batch, group = T.batch // groups, T.batch % groups
+    keys, values = tile.load(k, T.m, T.d), tile.load(v, T.m, T.d)
+    dk, total = tile.zeros((T.m, T.d), f32), tile.zeros((T.m, T.d), f32)
+    for inner in tile.range(heads):
+        head, first = group * heads + inner, tile.block(0, int(T.n))
+        row, own = tile.load(lse, batch, head, first), tile.load(delta, batch, head, first)
+        for block in tile.range_n(q.shape[2], T.n):
+            queries, grad = tile.load(q, batch, head, block, T.d), tile.load(do, batch, head, block, T.d)
+            p = tile.exp2_nonpositive(tile.dot(keys, queries.T) * factor - (row * LOG2E)[None, :])
+            after = block + int(T.n)
+            row_after, own_after = tile.load(lse, batch, head, after), tile.load(delta, batch, head, after)
+            total = tile.dot(tile.cast(p, do.dtype), grad, total)
+            ds = tile.cast(p * (tile.dot(values, grad.T) - own[None, :]), q.dtype)
+            dk = tile.dot(ds, queries, dk)
+            tile.atomic_add(dq, tile.dot(ds.T, keys) * scale, batch, head, block, T.d)
+            row, own = row_after, own_after
+    tile.store(dv, total, T.m, T.d)
+    return dk * scale

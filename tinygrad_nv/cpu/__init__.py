@@ -10,7 +10,6 @@ returns a `CPUKernel`.
   attention/  flash.py and backward/
   decode/     attention of few queries over a cache
   kv_append   new keys and values into pages
-  group_norm  group norm of images
   sampling/   filters, choices and counts of tokens
   embedding   rows of a table, and the sums of its gradient
   conv        the blocked GEMM, whose left operand is packed from images

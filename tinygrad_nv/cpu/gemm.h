@@ -4,6 +4,7 @@
 // four bytes along k (quad), of which a's and b's differ in sign. dot_…(c, a, b) adds products to c.
 
 #define NOINLINE static __attribute__((noinline, unused))
+typedef u32 __attribute__((may_alias)) word;   // units of a, which may lie where floats were stored
 typedef VECTOR(s32, 16) v16; typedef VECTOR(s32, 8) v8; typedef VECTOR(s32, 4) v4;
 
 INLINE vf dot_fma(vf c, vi a, vi b) { return fma_(as_f(a), as_f(b), c); }

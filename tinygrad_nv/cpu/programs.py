@@ -13,10 +13,8 @@ from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.cpu.template import CPUSchedule, check_parts
 from tinygrad_nv.tile.launch import Integer
-from tinygrad_nv.tile.programs import Blocks, TileProgram, make_schedule
+from tinygrad_nv.tile.programs import PART_ELEMENTS, Blocks, TileProgram, make_schedule
 from tinygrad_nv.tile.template import Family, Template
-
-PART_ELEMENTS = 1 << 14     # fewer are done before another thread has begun
 
 
 @dataclass(frozen=True)

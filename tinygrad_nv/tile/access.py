@@ -115,7 +115,7 @@ def write_vector(kb: Kernel, base: Value, nbytes: int, values: Sequence[Lanes],
 def store_form(kb: Kernel, value: Lanes, count: int, first: int = 0) -> tuple[str, list[Value]]:
     """The type of a store and its registers."""
     dtype = value.dtype
-    if dtype in FLOAT16S: return ("b32", [value.pair()]) if count == 2 else ("b16", [half(kb, value, first)])
+    if dtype in FLOAT16S: return ("b32", [value.pair()]) if count == 2 else ("b16", [value.half(first)])
     if dtype in FP8:
         each = [value.at(first)] if count == 1 else value.each()
         return ("b16" if count == 2 else "b8"), [to_fp8(kb, each, dtype)]
@@ -125,14 +125,3 @@ def store_form(kb: Kernel, value: Lanes, count: int, first: int = 0) -> tuple[st
     pair = kb.reg("b32")  # bytes, or halves, of both
     kb.emit("prmt.b32", pair, words[0], words[1], 0x0040 if dtype.itemsize == 1 else 0x5410)
     return ("b16" if dtype.itemsize == 1 else "b32"), [pair]
-
-
-def half(kb: Kernel, value: Lanes, i: int) -> Value:
-    """Element `i` of a 16-bit float, as b16."""
-    if value.packed is None:
-        made = kb.reg("b16")
-        kb.emit(f"cvt.rn.{FLOAT16S[value.dtype]}.f32", made, value.at(i))
-        return made
-    halves = kb.regs("b16", 2)
-    kb.emit("mov.b32", halves, value.packed)
-    return halves[i]

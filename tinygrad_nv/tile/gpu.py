@@ -2,7 +2,9 @@
 
 Protocol: a `GPUModel` holds rates and sizes of one GPU, as its maker states them (the white papers named
 below) where `peak` figures are meant, and estimates where no maker states any: `sustained`, `l2_bytes_per_s`
-and the latencies. `gpu_model_for(arch, sm_count)` finds the GPU of a device. Nothing here was measured by us.
+and the latencies. `gpu_model_for(arch, sm_count)` finds the GPU of a device. The H100's `l2_bytes_per_s`,
+`sustained` and `load_s` are fitted to matmuls that one timed (bench/timing/fit_cost.py); nothing else was
+measured by us.
 
 Sources: NVIDIA H100 Tensor Core GPU Architecture (2022), tables 1 to 3; NVIDIA A100 Tensor Core GPU
 Architecture (2020), tables 4 and 5; NVIDIA Ada GPU Architecture (2022), appendix A; L40S data sheet (2023).
@@ -65,8 +67,8 @@ class GPUModel:
         return self.mma_share * (1.0 if dtype in FP8 and self.arch == "sm_90a" else scale)
 
 
-H100 = GPUModel("H100 SXM", "sm_90a", 132, 1.83e9, 3.35e12, 8e12, 50 << 20, 228 << 10, 2048, mma_share=0.62,
-               sustained=0.93, l2_power=0.1, early_launch_s=0.7e-6)
+H100 = GPUModel("H100 SXM", "sm_90a", 132, 1.83e9, 3.35e12, 8.57e12, 50 << 20, 228 << 10, 2048,
+               mma_share=0.62, sustained=0.95, l2_power=0.1, early_launch_s=0.7e-6, load_s=1.1e-6)
 H100_PCIE = replace(H100, name="H100 PCIe", sm_count=114, clock_hz=1.62e9, hbm_bytes_per_s=2.04e12,
                     l2_bytes_per_s=5.5e12)
 A100 = GPUModel("A100 SXM 80GB", "sm_80", 108, 1.41e9, 2.04e12, 5e12, 40 << 20, 164 << 10, 1024, fp32_fma=64,

@@ -3,8 +3,9 @@
 Protocol: a `Lanes` holds what one node is worth in one or two elements, in the forms that have been asked
 for so far. Wide: a register for each element (one for both where they are equal, or a Python number), f32 for
 floats, s32 or u32 for integers (of 8 or 16 bits: extended by their sign), a predicate for booleans. Packed:
-both elements of a 16-bit float dtype in one b32, the first in its lower half. Converting costs instructions,
-so nothing is converted that is not asked for. A value in either form is exactly a value of its dtype.
+both elements of a 16-bit float dtype in one b32, the first in its lower half. Halves: a 16-bit float in a b16
+for each element, as they are loaded: what converts them waits for memory. Converting costs instructions, so
+nothing is converted that is not asked for. A value in either form is exactly a value of its dtype.
 """
 from __future__ import annotations
 
@@ -39,9 +40,17 @@ class Lanes:
     dtype: DType
     wide: list[Number] = field(default_factory=list)
     packed: Value | None = None
+    halves: list[Value] = field(default_factory=list)
+
+    @property
+    def several(self) -> bool:
+        """Whether it has a form with a value for each of two elements."""
+        return self.packed is not None or len(self.wide) > 1 or len(self.halves) > 1
 
     def each(self) -> list[Number]:
         """The wide form: one value where both elements have the same, else two."""
+        if not self.wide and self.packed is None:
+            self.wide = [widen_half(self.kb, half, self.dtype) for half in self.halves]
         if not self.wide:
             assert self.packed is not None
             self.wide = list(unpack(self.kb, self.packed, self.dtype))
@@ -59,8 +68,21 @@ class Lanes:
 
     def pair(self) -> Value:
         """The packed form."""
+        if self.packed is None and self.halves:
+            self.packed = self.kb.reg("b32")
+            self.kb.emit("mov.b32", self.packed, [self.halves[0], self.halves[-1]])
         if self.packed is None: self.packed = pack(self.kb, self.wide, self.dtype)
         return self.packed
+
+    def half(self, i: int) -> Value:
+        """Element `i` of a 16-bit float, as b16."""
+        if not self.halves and self.packed is not None:
+            self.halves = self.kb.regs("b16", 2)
+            self.kb.emit("mov.b32", self.halves, self.packed)
+        if self.halves: return self.halves[i if len(self.halves) > 1 else 0]
+        made = self.kb.reg("b16")
+        self.kb.emit(f"cvt.rn.{FLOAT16S[self.dtype]}.f32", made, self.at(i))
+        return made
 
 
 def pack(kb: Kernel, wide: Sequence[Number], dtype: DType) -> Value:
@@ -93,6 +115,13 @@ def unpack(kb: Kernel, pair: Value, dtype: DType) -> tuple[Value, Value]:
     return low, high
 
 
+def widen_half(kb: Kernel, half: Value, dtype: DType) -> Value:
+    """A 16-bit float in a b16 as f32."""
+    made = kb.reg("f32")
+    kb.emit(f"cvt.f32.{FLOAT16S[dtype]}", made, half)
+    return made
+
+
 def round_floats(kb: Kernel, wide: list[Number], dtype: DType) -> Lanes:
     """Floats as float32 computed them, rounded to `dtype`."""
     if dtype in FLOAT16S: return Lanes(kb, dtype, [], pack(kb, wide, dtype)) if len(wide) > 1 else \
@@ -103,10 +132,9 @@ def round_floats(kb: Kernel, wide: list[Number], dtype: DType) -> Lanes:
 
 def _round_one(kb: Kernel, value: Number, dtype: DType) -> Number:
     if not isinstance(value, Value): return nearest(value, dtype)
-    half, made = kb.reg("b16"), kb.reg("f32")
+    half = kb.reg("b16")
     kb.emit(f"cvt.rn.{FLOAT16S[dtype]}.f32", half, value)
-    kb.emit(f"cvt.f32.{FLOAT16S[dtype]}", made, half)
-    return made
+    return widen_half(kb, half, dtype)
 
 
 def to_fp8(kb: Kernel, wide: Sequence[Number], dtype: DType) -> Value:

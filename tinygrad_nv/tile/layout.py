@@ -37,7 +37,8 @@ from tinygrad_nv.tile.launch import MapArgument
 MASKS = {128: 7, 64: 3, 32: 1, 16: 0}
 Read = Literal["matrices", "words", "bytes"]
 MAP_DTYPES = {dtypes.bfloat16: "bf16", dtypes.float16: "f16", dtypes.float32: "f32", dtypes.fp8e4m3: "u8",
-              dtypes.fp8e5m2: "u8", dtypes.int8: "u8", dtypes.uint8: "u8"}
+              dtypes.fp8e5m2: "u8", dtypes.int8: "u8", dtypes.uint8: "u8", dtypes.int32: "s32",
+              dtypes.uint32: "u32"}
 SPANS = (128, 64, 32)
 K_BYTES = 32  # of K that one wgmma takes
 MOST_RANK = 5

@@ -32,6 +32,7 @@ from tinygrad_nv.tile.template import GPU, Family, Template
 
 Grid = tuple[int, int, int]
 VECTOR = TileSchedule().vector_width
+PART_ELEMENTS = 1 << 14     # of a CPU's part: fewer are done before another thread has begun
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class TileProgram:
     no blocks but those of `cut` may be, as others would add up in another order. `vector`: elements that
     a thread has side by side at most. `entry`: the name of the kernel, where that is not its own.
     `scratch`: int32 tensors behind the outputs, by name; where there are such, the program `following` goes
-    on with these and the outputs, by warps of its own. `kinds` of targets that have it."""
+    on with these and the outputs, by warps of its own. `kinds` of targets that have it. `by_rows`: names of
+    the tensors of whose first axis a symbolic spec says how many there are, where expressions do not."""
     name: str
     spec: type
     function: Callable[..., None]
@@ -89,6 +91,7 @@ class TileProgram:
     scratch: Callable[[Any, Blocks], Mapping[str, tuple[int, ...]]] = lambda spec, blocks: {}
     following: TileProgram | None = None
     kinds: tuple[str, ...] = ("gpu", "cpu")
+    by_rows: tuple[str, ...] = ()
 
     def refuse(self, spec: Any, blocks: Blocks, kind: str) -> list[str]:
         """Why no kernel can be for a kind of target, in words; empty when one can."""
@@ -119,10 +122,10 @@ class TileProgram:
         """The kernel of a spec, or all."""
         launches = self.launches(spec, blocks)
         kernels, between = tuple(build_one(*each) for each in launches), launches[0][1].tensors[0]
-        if len(kernels) == 1: return kernels[0]
         if found := self.scratch(spec, blocks):
             given = (Scratch(dtypes.int32, prod(shape)) for shape in found.values())
             return ProgramsInTurn(kernels, tuple(given))
+        if len(kernels) == 1: return kernels[0]
         return Chain(kernels[0], kernels[1], Scratch(between.dtype, between.numel))
 
 
@@ -133,8 +136,8 @@ def trace_spec(program: TileProgram, spec: Any, blocks: Blocks) -> Program:
     roots = program.expressions(spec)
     reads = list(dict.fromkeys(load for root in roots for load in loads(root)))
     batch, rows = getattr(spec, "batch", ()) if roots else (), getattr(spec, "symbolic", False)
-    tensors = [_tensor(each, bool(roots), len(batch) if rows and (roots or each.role == "in") else None)
-               for each in TABLE.arguments(spec)]
+    tensors = [_tensor(each, bool(roots), len(batch) if rows and (roots or each.name in program.by_rows)
+                       else None) for each in TABLE.arguments(spec)]
     outs = sum(each.output for each in tensors)
     tensors[outs:outs] = [TensorParameter(name, dtypes.int32, shape, output=True)
                           for name, shape in program.scratch(spec, blocks).items()]

@@ -7,9 +7,12 @@ from tinygrad import Tensor, TinyJit, Variable, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv import disabled, explain
+from tinygrad_nv.cpu.isa import ISA
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.functional import embedding
 from tinygrad_nv.tile.embedding.spec import EmbeddingSpec, Tokens
+from tinygrad_nv.tile.templates import TABLE
 
 F32, BF16, F16 = dtypes.float32, dtypes.bfloat16, dtypes.float16
 RNG = np.random.default_rng
@@ -48,6 +51,24 @@ def test_bits_are_those_of_the_body(dtype: DType, of: DType):
         for a, b in zip(ours, theirs, strict=True): np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("shape", [(3, 77), (500, 256), (400, 520)], ids=str)
+def test_gradients_of_several_programs(shape: tuple[int, int]):
+    """Long chains, columns beyond whole blocks, blocks of several threads: sums in the order of tokens."""
+    weight, tokens = table(*shape), numbers(shape[0], 300)
+    grad = Tensor(RNG(2).standard_normal((300, shape[1])).astype(np.float32)).realize()
+    made, = embedding(weight, tokens).gradient(weight, gradient=grad)
+    exact = np.zeros(shape, np.float32)
+    for number, row in zip(tokens.numpy(), grad.numpy(), strict=True):
+        if -shape[0] <= number < shape[0]: exact[number] += row
+    np.testing.assert_array_equal(made.numpy(), exact)
+
+
+def test_few_tokens_are_shared_out():
+    """As many parts as there is work for threads, of fewer tokens than a program has of many."""
+    spec = EmbeddingSpec(100, 4096, F32, Tokens(dtypes.int32, (8,), (1,)))
+    assert [TABLE.choose(spec, CPU(ISA("avx2"), threads)).parts for threads in (1, 2, 64)] == [1, 2, 2]
+
+
 def test_a_large_table_is_one_kernel():
     weight, tokens = table(33000, 3), numbers(33000, 5)
     made = embedding(weight, tokens)
@@ -78,6 +99,18 @@ def test_rows_of_bytes(dtype: DType):
     made = embedding(weight, tokens)
     assert templates(made) == ["embedding"]
     with disabled(): np.testing.assert_array_equal(made.numpy(), embedding(weight, tokens).numpy())
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_rows_of_any_bits(dtype: DType):
+    """Signalling NaN, too, whose bits a conversion would change."""
+    bits, tokens = RNG(3).integers(0, 256, (50, 20 * dtype.itemsize)).astype(np.uint8), numbers(50, 60)
+    bits[:, dtype.itemsize - 1::dtype.itemsize] |= 0x7F
+    weight = Tensor(bits, device="CPU").bitcast(dtype).contiguous().realize()
+    made, known = embedding(weight, tokens), (tokens >= -50) & (tokens < 50)
+    assert templates(made) == ["embedding"]
+    found, number = made.bitcast(dtypes.uint8).numpy(), tokens.numpy()
+    np.testing.assert_array_equal(found, np.where(known.numpy()[:, None], bits[number % 50], 0))
 
 
 def test_what_is_no_table_or_no_numbers_is_refused():

@@ -45,6 +45,19 @@ def test_stores_of_one_shape_are_one_loop():
     assert "aligned" not in text
 
 
+@kernel(grid=(1,))
+def scale_columns(x: KTile["R", "N", f32], gain: KTile["N", f32], out: OTile["R", "N", f32]):
+    out[:, :] = x[:, :] * (tile.abs(gain[:]) + gain[:] * 2.0)[None, :]
+
+
+def test_what_many_rows_repeat_is_computed_once():
+    """Of few rows it is computed for each: an array costs more."""
+    gain = X[0]
+    for rows, arrays in ((6, 0), (24, 1)):
+        _, text = run(scale_columns, np.tile(X, (4, 1))[:rows], gain)
+        assert text.count("aligned") == arrays
+
+
 @kernel(grid=(6,))
 def apart(x: KTile["R", "N", f32], out: OTile["R", "N", f32]):
     row = tile.program_id(0)

@@ -167,7 +167,7 @@ def test_what_takes_longest_is_named():
     assert predict(dense(8192, 8192, 8192), COOPERATIVE.cluster(2), "sm_90a").bound == "tensor core"
     assert predict(dense(1, 8192, 8192), GEMV, "sm_90a").bound == "HBM"
     assert predict(dense(64, 64, 64), SMALL, "sm_90a").bound == "launch"
-    assert predict(dense(4096, 4096, 4096), SMALL, "sm_90a").bound == "L2"
+    assert predict(dense(4096, 4096, 4096), SMALL.stages(8), "sm_90a").bound == "L2"
 
 
 def test_operands_half_as_wide_take_half_as_long():

@@ -137,10 +137,10 @@ def test_the_choice_depends_on_the_number_of_sms():
         "sm_90a": "wgmma 256x128x128, 12 warps, 4 stages, cluster 1x2, stream-K"}),
     (dense(8, 4096, 4096), {
         "sm_80": "mma 16x64x64, 1x4 warps, 6 stages", "sm_89": "mma 16x64x64, 1x4 warps, 6 stages",
-        "sm_90a": "wgmma 64x8x64, 8 warps, 7 stages, swapped"}),
+        "sm_90a": "wgmma 64x8x64, 8 warps, 7 stages, split 2, swapped"}),
     (dense(64, 4096, 4096), {
         "sm_80": "mma 64x128x32, 2x2 warps, 6 stages, split 3", "sm_89": "mma 32x64x64, 1x2 warps, 6 stages",
-        "sm_90a": "wgmma 64x32x64, 8 warps, 7 stages, cluster 1x2, swapped"}),
+        "sm_90a": "wgmma 64x32x64, 8 warps, 7 stages, swapped"}),
     (dense(256, 256, 65536), {
         "sm_80": "mma 128x64x32, 2x2 warps, 6 stages, split 24",
         "sm_89": "mma 64x64x64, 2x2 warps, 6 stages, split 8",

@@ -1,12 +1,13 @@
 """Products of tiles in C: operands packed as the blocked GEMM packs them, sums in its block of registers.
 
 Protocol: an operand is packed from where it lies: from an array, or, of a block that a load gives, from the
-tensor itself. The accumulator is an array of float32 or int32 that the sums are added to
+tensor itself; one that a loop does not change ahead of it. An array of a whose rows are units already is not
+packed. The accumulator is an array of float32 or int32 that the sums are added to
 (cpu/gemm/blocked/micro.py).
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinygrad.dtype import DType, dtypes
 
@@ -15,13 +16,17 @@ from tinygrad_nv.cpu.gemm.blocked.micro import micro
 from tinygrad_nv.cpu.gemm.blocked.pack import packing
 from tinygrad_nv.cpu.gemm.layout import PER
 from tinygrad_nv.cpu.gemm.schedules import CPUGemm
+from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import up
 from tinygrad_nv.cpu.language.columns import Columns
 from tinygrad_nv.cpu.language.emitter import c_name
+from tinygrad_nv.cpu.language.grouping import Groups
+from tinygrad_nv.cpu.language.strips import Strips
 from tinygrad_nv.cpu.language.views import View
 from tinygrad_nv.tile.gemm.spec import INT8S
 from tinygrad_nv.tile.language.bounds import at_least
-from tinygrad_nv.tile.language.ir import Op, Value
+from tinygrad_nv.tile.language.ir import Op, Program, TileType, Value
+from tinygrad_nv.tile.language.ranges import Ranges
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,37 @@ class Direct(View):
         return Direct(self.base, self.dtype, self.shape[::-1], self.strides[::-1], self.inside[::-1])
 
 
+@dataclass(frozen=True)
+class Left:
+    """Operand a in units: where it lies, from a row to the next, and elements along k, in C; `of_strip`: its
+    first row is a strip's."""
+    base: str
+    pitch: int
+    depth: str
+    of_strip: bool = False
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Operands of a dot that are packed: the number of its functions and arrays, rows and columns in
+    registers, units of a panel of b and of a row of a."""
+    number: str
+    kind: str
+    rows: int
+    columns: int
+    deep: int
+    pitch: int
+    flip: bool
+    left: Left | None = None
+
+
 class DotEmitter(Columns):
-    """Emits dots."""
+    """Emits dots. `strips`: those of the loop that is written."""
+    strips: Strips | None = None
+
+    def __init__(self, program: Program, isa: ISA, ranges: Ranges, grouped: Groups) -> None:
+        super().__init__(program, isa, ranges, grouped)
+        self.packed: dict[Op, Packed] = {}     # dots whose operands are packed ahead of their strips
 
     def direct(self, value: Value) -> Direct | None:
         """A block of a tensor as it lies there; None where it has to be written to an array first."""
@@ -71,57 +105,117 @@ class DotEmitter(Columns):
                       (inside[0], inside[1]))
 
     def do_dot(self, op: Op) -> None:
-        a, b, acc = op.operands
-        if dtypes.is_float(a.dtype) and a.dtype != b.dtype: return self._convert_mixed(op)
-        self._dot(op, self.direct(a) or self.view(a), self.direct(b) or self.view(b), acc)
+        if _is_mixed(op): return self._convert_mixed(op)
+        self._multiply(op, self.packed[op] if op in self.packed else self.pack(op))
         return None
 
     def _convert_mixed(self, op: Op) -> None:
         """Emits copies of two different float8 as float32."""
         a, b, acc = op.operands
-        views = []
+        copies = []
         for each in (a, b):
-            made = self.allocate(dtypes.float32, each.shape)
-            with self.loops(each.shape) as (outer, column):
-                self.line(made.write(outer, column, self.vector(each, outer, column)))
-            views.append(made)
-        self._dot(op, views[0], views[1], acc)
+            copies.append(copy := Value(TileType(dtypes.float32, each.shape)))
+            with self.ahead(each):
+                self.forms[copy] = made = self.allocate(dtypes.float32, each.shape)
+                with self.loops(each.shape) as (outer, column):
+                    self.line(made.write(outer, column, self.vector(each, outer, column)))
+            if self.outside and each in self.outside.made: self.outside.made.add(copy)
+        plain = replace(op, operands=(*copies, acc))
+        self._multiply(plain, self.pack(plain))
 
-    def _dot(self, op: Op, left: View, right: View, acc: Value) -> None:
-        (m, k), n = left.shape, right.shape[1]
-        kind = self._kind(left.dtype)
-        per, number = PER[kind], self.name("")
-        rows, columns = registers(m, n, self.isa)
+    def pack(self, op: Op) -> Packed:
+        """Emits the packing of operands: of b, and of a where it is not computed strip by strip. What is
+        there ahead of the loop is packed there."""
+        a, b, _ = op.operands
+        (m, k), n, number = a.shape, b.shape[1], self.name("")
+        kind = self._kind(a.dtype)
+        per, (rows, columns) = PER[kind], self._registers(m, n)
         deep = up(-(-k // per), self.lanes)
-        pitch = deep + self.lanes
-        flip = kind == "quad" and left.dtype == right.dtype
-        free = (left.dtype == dtypes.uint8) != flip
-        total = self._accumulator(op, acc)
+        flip = kind == "quad" and a.dtype == b.dtype
+        made = Packed(number, kind, rows, columns, deep, deep + self.lanes, flip)
+        later = self.strips is not None and a in self.strips.values
+        left = None if later else self._pack_left(made, a)
+        with self.ahead(b):
+            right = self.direct(b) or self.view(b)
+            side = Side(b.dtype, right.strides[1], right.strides[0])
+            self.functions.append(packing("b", side, kind, columns, deep, suffix=number))
+            nc = self._array(f"right{number}", up(n, columns) * deep) // deep
+            kb, count = self._inside(right, k, n)
+            self.line(f"const s64 kb{number} = {kb};")
+            self.line(f"pack_b{number}({right.base}, right{number}, {count}, {nc}, kb{number});")
+        depth = f"smaller({left.depth if left else k}, kb{number})"
+        self.line(f"const s64 units{number} = ({depth} + {per - 1}) / {per};")
+        if flip:
+            self._array(f"shift{number}", nc, "s32")
+            self.line(f"for (s64 c = 0; c < {nc}; c += {columns}) shifts{number}(right{number} + c * {deep}, "
+                      f"shift{number} + c, units{number});")
+        return replace(made, left=left)
+
+    def _registers(self, m: int, n: int) -> tuple[int, int]:
+        """Rows and columns in registers; of a strip whole times as many rows."""
+        if self.strips is None: return registers(m, n, self.isa)
+        count = self.strips.count
+        rows, columns = registers(count, n, self.isa)
+        return max(each for each in range(1, rows + 1) if count % each == 0), columns
+
+    def _array(self, name: str, count: int, kind: str = "u32") -> int:
+        self.stack_bytes += 4 * count
+        self.line(f"{kind} {name}[{count}] __attribute__((aligned(64)));")
+        return count
+
+    def _pack_left(self, packed: Packed, value: Value) -> Left:
+        """Emits the packing of a, or finds that it lies as it would be packed."""
+        number, m = packed.number, value.shape[0]
+        with self.ahead(value):
+            view = self.direct(value) or self.view(value)
+            strip = self.strip if view.first else None
+            if pitch := self._pitch_of_rows(packed, view):
+                return Left(view.base, pitch, str(value.shape[1]), strip is not None)
+            side = Side(view.dtype, view.strides[0], view.strides[1])
+            self.functions.append(packing("a", side, packed.kind, packed.pitch, flip=packed.flip,
+                                          suffix=number))
+            most = up(strip.count if strip else m, packed.rows)
+            self._array(f"left{number}", most * packed.pitch)
+            rows, depth = self._inside(view, m, value.shape[1])
+            if strip: rows = f"{strip.end} - {strip.row}"
+            self.line(f"const s64 ka{number} = {depth};")
+            self.line(f"pack_a{number}({view.base}, left{number}, {rows}, {most}, ka{number});")
+        return Left(f"left{number}", packed.pitch, f"ka{number}", strip is not None)
+
+    def _pitch_of_rows(self, packed: Packed, view: View) -> int:
+        """Units from a row of an array to the next where it need not be packed, else 0."""
+        per = PER[packed.kind]
+        good = (packed.kind, view.dtype) in (("fma", dtypes.float32), ("pair", dtypes.bfloat16))
+        if isinstance(view, Direct) or not good or view.strides[1] != 1 or view.strides[0] % per: return 0
+        if view.shape[1] % per or (not view.first and view.shape[0] % packed.rows): return 0
+        return view.strides[0] // per
+
+    def _multiply(self, op: Op, packed: Packed) -> None:
+        """Emits the sums of the rows that are written now."""
+        a, _, acc = op.operands
+        number, kind, rows, columns, deep, flip = (packed.number, packed.kind, packed.rows, packed.columns,
+                                                   packed.deep, packed.flip)
+        m, n = op.result.shape
+        left = packed.left or self._pack_left(packed, a)
+        free = (a.dtype == dtypes.uint8) != flip
+        overwrite = self._is_zero(acc)
+        total = self._accumulator(op, acc, overwrite)
+        schedule = CPUGemm(self.isa, 1, m, total.strides[0], a.shape[1], rows, columns)
         whole = op.result.dtype == dtypes.int32
-        schedule = CPUGemm(self.isa, 1, m, total.strides[0], k, rows, columns)
-        self.functions += [
-            packing("a", Side(left.dtype, left.strides[0], left.strides[1]), kind, pitch, flip=flip,
-                    suffix=number),
-            packing("b", Side(right.dtype, right.strides[1], right.strides[0]), kind, columns, deep,
-                    suffix=number),
-            micro(schedule, kind, pitch, whole, free, flip, 0, number)]
-        mr, nc = up(m, rows), up(n, columns)
-        self.stack_bytes += 4 * (mr * pitch + nc * deep)
-        with self.braces(""):
-            self.line(f"u32 left[{mr * pitch}] __attribute__((aligned(64)));")
-            self.line(f"u32 right[{nc * deep}] __attribute__((aligned(64)));")
-            if flip: self.line(f"s32 shift[{columns}] __attribute__((aligned(64)));")
-            row_count, k_left = self._inside(left, m, k)
-            k_right, column_count = self._inside(right, k, n)
-            self.line(f"s64 rows_ = {row_count}, columns_ = {column_count}, ka_ = {k_left}, kb_ = {k_right};")
-            self.line(f"const s64 deep_ = ka_ < kb_ ? ka_ : kb_, units_ = (deep_ + {per - 1}) / {per};")
-            self.line(f"pack_a{number}({left.base}, left, rows_, {mr}, deep_);")
-            self.line(f"pack_b{number}({right.base}, right, columns_, {nc}, deep_);")
-            with self.braces(f"for (s64 c = 0; c < {nc}; c += {columns})"):
-                if flip: self.line(f"shifts{number}(right + c * {deep}, shift, units_);")
-                self.line(f"for (s64 i = 0; i < {mr}; i += {rows}) micro{number}(left + i * {pitch}, "
-                          f"right + c * {deep}, {total.base} + i * {total.strides[0]} + c, units_, 0"
-                          f"{', shift' if flip else ''});")
+        self.functions.append(micro(schedule, kind, left.pitch, whole, free, flip, 0, number))
+        first, end = (self.strip.row, self.strip.end) if self.strip else ("0", str(m))
+        at = f"(i - {first})" if left.of_strip else "i"
+        shift, per = f", shift{number} + c" if flip else "", PER[kind]
+        begin, last, skip, units = "0", str(up(n, columns)), "", f"units{number}"
+        if self.is_limited(op.result): begin, last = f"{self.low} / {columns} * {columns}", self.high
+        if self.is_limited(a):
+            skip = f" + {self.low} / {per}"
+            units = f"smaller({units}, ({self.high} + {per - 1}) / {per}) - {self.low} / {per}"
+        row = f"(const word *){left.base} + {at} * {left.pitch}{skip}"
+        panel = f"right{number} + c * {deep}{skip and f'{skip} * {columns}'}"
+        with self.braces(f"for (s64 c = {begin}; c < {last}; c += {columns})"):
+            self.line(f"for (s64 i = {first}; i < {end}; i += {rows}) micro{number}({row}, {panel}, "
+                      f"{total.at(['i'], 'c')}, {units}, {int(overwrite)}{shift});")
 
     def _inside(self, view: View, rows: int, columns: int) -> tuple[str, str]:
         if not isinstance(view, Direct): return str(rows), str(columns)
@@ -134,10 +228,23 @@ class DotEmitter(Columns):
         if dtype in INT8S: return "quad" if self.isa.vnni else "fma"
         return "pair" if dtype == dtypes.bfloat16 and self.isa.bf16 else "fma"
 
-    def _accumulator(self, op: Op, acc: Value) -> View:
+    def _is_zero(self, value: Value) -> bool:
+        """Whether all elements of a float accumulator are 0."""
+        form = self.forms[value]
+        while isinstance(form, Op) and form.name == "broadcast":
+            value = form.operands[0]
+            form = self.forms[value]
+        return value in self.zeros
+
+    def _accumulator(self, op: Op, acc: Value, overwrite: bool) -> View:
         """The array that sums are added to, with what it begins with."""
         target = self.targets.get(op.result) or self.allocate(op.result.dtype, op.result.shape)
-        form = self.forms[acc]
-        if form is not target: self.store_to(target, acc)
+        if not overwrite and self.forms[acc] is not target: self.store_to(target, acc)
         self.forms[op.result] = target
         return target
+
+
+def _is_mixed(op: Op) -> bool:
+    """Whether a dot is of two dtypes of floats."""
+    a, b, _ = op.operands
+    return dtypes.is_float(a.dtype) and a.dtype != b.dtype

@@ -13,6 +13,7 @@ the only reader of what it replaces, it is written in place.
 """
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -31,6 +32,8 @@ from tinygrad_nv.tile.operations import LANGUAGE_OPERATIONS
 
 COUNT = "m"          # the kernel's last integer, where rows are symbolic
 CHEAP_NODES = 6      # of an element operation that is computed at each of its uses
+REPEATED_NODES = 2   # of one that is repeated along at least so many rows
+MANY_ROWS = 16
 
 
 class Emitter(Text):
@@ -52,6 +55,8 @@ class Emitter(Text):
         self.loop_now: Op | None = None           # the innermost loop, and what it carries that is one loop
         self.together: list[Value] = []
         self.places: dict[Value, Form] = {}       # of values, when their region has been written
+        self.zeros: set[Value] = set()            # constants that are 0
+        self.makers = {each: op for op in program.body.walk() for each in op.results}
         self._count(program.body)
 
     def _count(self, region: Region) -> None:
@@ -205,8 +210,9 @@ class Emitter(Text):
         """A value in memory, written there now if it is not."""
         form = self.forms[value]
         if isinstance(form, View): return form
-        made = self.targets.get(value) or self.allocate(value.dtype, value.shape or (1,))
-        self.store_to(made, value)
+        with self.in_strip(self.strip if self.strip and value in self.strip.values else None):
+            made = self.targets.get(value) or self.allocate(value.dtype, value.shape or (1,))
+            self.store_to(made, value)
         if value.shape:
             self.written_inside.append((value, form))
             self.forms[value] = made
@@ -218,7 +224,7 @@ class Emitter(Text):
         if form is target: return
         if isinstance(form, View) and form.strides and form.strides[-1] != 1 and len(form.shape) > 1:
             return self._copy_elements(target, form)
-        with self.loops(target.shape) as (outer, column):
+        with self.loops(target.shape, self.is_limited(value)) as (outer, column):
             self.line(target.write(outer, column, self.vector(value, outer, column)))
         return None
 
@@ -281,8 +287,9 @@ class Emitter(Text):
     def _broadcast_stays(self, op: Op) -> bool:
         source = op.operands[0]
         form = self.forms[source]
-        if isinstance(form, Op) and source.shape != op.result.shape and not self._cheap(source):
-            self.view(source)
+        if isinstance(form, Op) and source.shape != op.result.shape:
+            many = math.prod(op.result.shape) >= MANY_ROWS * math.prod(source.shape)
+            if self._nodes(source) > (REPEATED_NODES if many else CHEAP_NODES): self.view(source)
         return self.once(op.result) or self._cheap(op.result)
 
     def _reshape_stays(self, op: Op) -> bool:

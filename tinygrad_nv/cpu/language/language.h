@@ -16,6 +16,8 @@ INLINE vi shift_left_i(vi a, vi b) { return ((vu)b < 32u) & (a << (b & 31)); }
 INLINE vi shift_right_i(vi a, vi b) { return a >> pick_i((vi)((vu)b < 32u), b, (vi)31); }
 INLINE vu shift_right_u(vu a, vu b) { return (vu)((vu)b < 32u) & (a >> (b & 31u)); }
 INLINE vu funnel_left_u(vu low, vu high, vu by) { return high << (by & 31u) | low >> 1 >> (31u - (by & 31u)); }
+INLINE s64 smaller(s64 a, s64 b) { return a < b ? a : b; }
+INLINE s64 larger(s64 a, s64 b) { return a > b ? a : b; }
 INLINE int any_(vi x) { return __builtin_reduce_or(x) != 0; }
 // Elements of two vectors in turn: the first half of each, the second
 #if W == 16

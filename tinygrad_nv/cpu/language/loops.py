@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from tinygrad.dtype import DType, dtypes
@@ -15,6 +16,9 @@ from tinygrad_nv.cpu.kernel import c_type
 from tinygrad_nv.cpu.language.dot import DotEmitter
 from tinygrad_nv.cpu.language.emitter import c_name
 from tinygrad_nv.cpu.language.grouping import LAZY
+from tinygrad_nv.cpu.language.hidden import find_hidden
+from tinygrad_nv.cpu.language.strips import Strips, find_strips
+from tinygrad_nv.cpu.language.text import Outside
 from tinygrad_nv.cpu.language.views import View, vector
 from tinygrad_nv.tile.language.ir import Op, Region, Value, select_numbers
 
@@ -28,12 +32,20 @@ class LoopEmitter(DotEmitter):
         """All operations of a region."""
         before = self.region_now, self.groups
         self.region_now, self.groups = region, self.grouped[region]
-        for op in region.ops:
-            if op.name in LAZY: self.place(op)
-            else: getattr(self, f"do_{op.name}")(op)
+        self._write(region.ops)
+        self._note_places(region)
+        self.region_now, self.groups = before
+
+    def _write(self, ops: Sequence[Op]) -> None:
+        for op in ops:
+            striped = self.strip and any(each in self.strip.values for each in op.results)
+            with self.in_strip(self.strip if striped else None):
+                if op.name in LAZY: self.place(op)
+                else: getattr(self, f"do_{op.name}")(op)
+
+    def _note_places(self, region: Region) -> None:
         made = (*region.arguments, *(each for op in region.ops for each in op.results))
         self.places.update((each, self.forms[each]) for each in made)
-        self.region_now, self.groups = before
 
     def do_for(self, op: Op) -> None:
         start, stop, step, *initial = op.operands
@@ -41,21 +53,64 @@ class LoopEmitter(DotEmitter):
         index, carried = region.arguments[0], region.arguments[1:]
         names = self._enter(initial, carried)
         bounds = [self.scalar(each) for each in (start, stop, step)]
-        i = self.name("i")
+        i, at, before = self.name("i"), len(self.lines), self.outside
+        made = {*region.arguments, *(each for inner in region.walk() for each in inner.results)}
+        self.outside = Outside([], made, self.written_inside)
         if not op.attributes.get("unroll", True): self.line('_Pragma("clang loop unroll(disable)")')
         with self.braces(f"for (s32 {i} = {bounds[0]}; {i} < {bounds[1]}; {i} += {bounds[2]})"):
             self.forms[index] = self.variable(f"(vi){i}", dtypes.int32)
             self._body(op, region, carried)
+        self.lines[at:at], self.outside = self.outside.lines, before
         self.forms.update(zip(op.results, names, strict=True))
 
     def _body(self, op: Op, region: Region, carried: Sequence[Value]) -> None:
         """Emits an iteration."""
-        before = self.loop_now, self.together
-        self.loop_now, self.together = op, self._find_together(region)
+        before = self.loop_now, self.together, self.strips
+        self.strips = find_strips(op, self.isa) if op.name == "for" else None
+        self.loop_now, self.together = op, [] if self.strips else self._find_together(region)
         self._in_place(region, carried)
-        self.region(region)
-        self._leave(region, carried)
-        self.loop_now, self.together = before
+        pairs = list(zip(carried, region.yields, strict=True))
+        if self.strips: self._write_strips(region, self.strips)
+        else: self.region(region)
+        self._leave([each for each in pairs if not self.strips or each[0] not in self.strips.values])
+        self.loop_now, self.together, self.strips = before
+
+    def _write_strips(self, region: Region, strips: Strips) -> None:
+        """Emits an iteration strip by strip, and what it leaves of their rows."""
+        before = self.region_now, self.groups
+        self.region_now, self.groups = region, self.grouped[region]
+        self._write([op for op in region.ops if op not in strips.ops])
+        self.packed = {op: self.pack(op) for op in strips.ops if op.name == "dot"}
+        row = self.name("i")
+        with self.braces(f"for (s64 {row} = 0; {row} < {strips.rows}; {row} += {strips.count})"), \
+                self.in_strip(replace(strips, row=row)):
+            self._limit_columns(region, strips)
+            self._write(strips.ops)
+            self.hidden = None
+            self._leave([each for each in zip(region.arguments[1:], region.yields, strict=True)
+                         if each[0] in strips.values])
+            self._note_places(region)
+        self.region_now, self.groups = before
+
+    def _limit_columns(self, region: Region, strips: Strips) -> None:
+        """Emits the columns that some row of a strip sees; a strip without any is done."""
+        if (found := find_hidden(region, strips, self.makers, self.lanes)) is None: return
+        assert self.strip is not None
+        size, row, end = next(iter(found.values)).shape[1], self.strip.row, self.strip.end
+        self.low, self.high = self.name("low"), self.name("high")
+        self.line(f"s64 {self.low} = 0, {self.high} = {size};")
+        for each in found.bounds:
+            (name, other) = (self.high, each.left) if each.is_end else (self.low, each.right)
+            own, last = (each.right, f"{end} - 1") if each.is_end else (each.left, row)
+            number = own.number - other.number + (each.more if each.is_end else 1 - each.more)
+            terms = [*(f"+ (s64){self.scalar(one)}" for one in own.scalars),
+                     *(f"- (s64){self.scalar(one)}" for one in other.scalars)]
+            if own.axes: terms.append(f"+ {last}")
+            bound = f"{number} {' '.join(terms)}"
+            self.line(f"{name} = {'smaller' if each.is_end else 'larger'}({name}, {bound});")
+        self.line(f"if ({self.low} >= {self.high}) continue;")
+        self.line(f"{self.low} = {self.low} / W * W;")
+        self.hidden = found
 
     def _find_together(self, region: Region) -> list[Value]:
         """Returns values of one shape that an iteration leaves, computed element by element: the largest of
@@ -77,13 +132,26 @@ class LoopEmitter(DotEmitter):
         self.forms.update(zip(op.results, names, strict=True))
 
     def do_if(self, op: Op) -> None:
-        names: list[Any] = [self.allocate(each.dtype, each.shape) if each.shape else self._mutable(each.dtype)
-                            for each in op.results]
+        names: list[Any] = [self._find_kept(op, i) or self.allocate(each.dtype, each.shape) if each.shape
+                            else self._mutable(each.dtype) for i, each in enumerate(op.results)]
         for head, region in zip((f"if ({self.scalar(op.operands[0])})", "else"), op.regions, strict=True):
             with self.braces(head):
                 self.region(region)
                 for name, value in zip(names, region.yields, strict=True): self._assign(name, value)
         self.forms.update(zip(op.results, names, strict=True))
+
+    def _find_kept(self, op: Op, number: int) -> View | None:
+        """Returns the array of a value that a branch gives as it is, where nothing else reads it and the
+        other branch makes each element of those at its place: that writes it in place."""
+        yields = [region.yields[number] for region in op.regions]
+        for value, other, region in zip(yields, yields[::-1], op.regions[::-1], strict=True):
+            maker, form = self.makers.get(value), self.forms.get(value)
+            if maker is None or maker not in self.region_now.ops or not isinstance(form, View): continue
+            if maker.name not in ("dot", "if") or value in self.targets or value is other: continue
+            own = next((each for each in region.ops if other in each.results), None)
+            if own is None or own.name != "apply" or own.attributes["fn"] != "where": continue
+            if set(self.users[value]) == {op, own} and self.uses[value] == 2: return form
+        return None
 
     def do_select(self, op: Op) -> None:
         """Emits a table for each list."""
@@ -122,10 +190,10 @@ class LoopEmitter(DotEmitter):
         self.forms.update(zip(carried, names, strict=True))
         return names
 
-    def _leave(self, region: Region, carried: Sequence[Value]) -> None:
+    def _leave(self, pairs: Sequence[tuple[Value, Value]]) -> None:
         """Writes what an iteration leaves to the places of what it was given."""
-        places = [self.forms[each] for each in carried]
-        moved = [(place, value) for place, value in zip(places, region.yields, strict=True)
+        places = [self.forms[each] for each, _ in pairs]
+        moved = [(place, value) for place, (_, value) in zip(places, pairs, strict=True)
                  if self.forms[value] is not place]
         others = any(self._reads_others(value) for _, value in moved)
         joined = [(place, value) for place, value in moved if not others and value in self.together

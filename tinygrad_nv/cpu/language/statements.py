@@ -51,6 +51,7 @@ class Statements(LoopEmitter):
     def do_constant(self, op: Op) -> None:
         text = constant_text(Constant(op.attributes["value"], op.result.dtype))
         self.forms[op.result] = f"({text})"
+        if op.attributes["value"] == 0: self.zeros.add(op.result)
 
     def do_program_id(self, op: Op) -> None:
         self.forms[op.result] = self.variable(f"(vi)(s32)pid{op.attributes['axis']}", dtypes.int32)
@@ -103,11 +104,12 @@ class Statements(LoopEmitter):
         total, whole = self.name("r"), extent // self.lanes * self.lanes
         self.line(f"{kind} {total} = {start};")
         done = self._reduce_together(total, start, op, outer, whole)
-        if done < whole:
+        if self.is_limited(source): self._reduce_limited(total, start, op, outer)
+        elif done < whole:
             column = self.name("j")
             with self.braces(f"for (s64 {column} = {done}; {column} < {whole}; {column} += W)"):
                 self._accumulate(total, fn, dtype, self.vector(source, outer, column))
-        if whole < extent:
+        if whole < extent:    # never of columns that are limited
             with self.braces(""):
                 value = self.vector(source, outer, str(whole))
                 choose = "pick" if kind == "vf" else "pick_i"
@@ -121,7 +123,7 @@ class Statements(LoopEmitter):
         column that is left."""
         source, fn = op.operands[0], op.attributes["fn"]
         step = TOGETHER * self.lanes
-        if (done := whole // step * step) < 2 * step: return 0
+        if (done := whole // step * step) < 2 * step or self.is_limited(source): return 0
         totals, column = [self.name("r") for _ in range(TOGETHER)], self.name("j")
         for each in totals: self.line(f"{vector(source.dtype)} {each} = {start};")
         with self.braces(f"for (s64 {column} = 0; {column} < {done}; {column} += {step})"):
@@ -131,6 +133,18 @@ class Statements(LoopEmitter):
         self._accumulate(totals[0], fn, source.dtype, totals[2])
         self._accumulate(total, fn, source.dtype, totals[0])
         return done
+
+    def _reduce_limited(self, total: str, start: str, op: Op, outer: Sequence[str]) -> None:
+        """Emits the columns of a strip, in turn added to two sums."""
+        source, fn, other, column = op.operands[0], op.attributes["fn"], self.name("r"), self.name("j")
+        self.line(f"{vector(source.dtype)} {other} = {start};")
+        self.line(f"s64 {column} = {self.low};")
+        with self.braces(f"for (; {column} + W < {self.high}; {column} += 2 * W)"):
+            for each, at in ((total, column), (other, f"({column} + W)")):
+                self._accumulate(each, fn, source.dtype, self.vector(source, outer, at))
+        with self.braces(f"if ({column} < {self.high})"):
+            self._accumulate(total, fn, source.dtype, self.vector(source, outer, column))
+        self._accumulate(total, fn, source.dtype, other)
 
     def _accumulate(self, total: str, fn: str, dtype: DType, value: str) -> None:
         text = LANGUAGE_OPERATIONS[fn].c(dtype).format(total, value)

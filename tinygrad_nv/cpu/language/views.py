@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tinygrad.dtype import DType, dtypes
 
@@ -20,16 +20,19 @@ ROWS, VECTORS = 16, 2   # rows, and vectors of columns, to which arrays are padd
 
 @dataclass(frozen=True)
 class View:
-    """A tile in memory."""
+    """A tile in memory: of a strip's rows alone where it is an array of these, the `first` in C."""
     base: str
     dtype: DType
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    first: str = field(default="", kw_only=True)
 
     def at(self, outer: Sequence[str], column: str) -> str:
         """The address of an element."""
+        places = [*outer, column]
+        if self.first: places[0] = f"{places[0]} - {self.first}"
         terms = [self.base, *(f"({index}) * {stride}ll" for index, stride in
-                              zip((*outer, column), self.strides, strict=True) if stride and index != "0")]
+                              zip(places, self.strides, strict=True) if stride and index != "0")]
         return " + ".join(terms)
 
     def read(self, outer: Sequence[str], column: str, uniform: bool) -> str:

@@ -2,7 +2,7 @@
 
   spec.py       lookup, and its gradient
   reference.py  both in plain tinygrad
-  templates.py  the schedules, the records, what follows from a gradient's spec
-  kernel.py     which row a token means; the lookup: sm_80 and later
-  gradient.py   the gradient: sm_80 and later; sorting.py is its first kernel
+  program.py    the lookup, and a CPU's gradient, as programs of the tile language
+  templates.py  a GPU's gradient: its schedule and record, and what follows from its spec
+  gradient.py   its kernels: sm_80 and later; sorting.py is its first kernel, kernel.py finds rows of tokens
 """

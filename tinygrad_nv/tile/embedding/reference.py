@@ -14,7 +14,7 @@ def arguments(spec: EmbeddingSpec) -> tuple[Argument, ...]:
     spread = range(0, spec.rows, max(1, spec.rows // lies.count))
     tokens = Argument("tokens", lies.dtype, (Place(lies.offset, lies.extents, lies.strides),),
                       values=range(-spec.rows - 3, spec.rows + 3), usual=spread)
-    rows = dense(*lies.extents, spec.width)
+    rows = dense(lies.count, spec.width)
     if isinstance(spec, EmbeddingGradientSpec):
         return Argument("out", spec.dtype, (table,), "out"), tokens, Argument("grad", spec.dtype, (rows,))
     return Argument("out", spec.dtype, (rows,), "out"), Argument("weight", spec.dtype, (table,)), tokens
@@ -24,7 +24,7 @@ def reference(spec: EmbeddingSpec, given: Given, exact: bool = False) -> tuple[T
     """[*extents, width], or [rows, width] of a gradient."""
     _, *inputs = arguments(spec)
     x = {each.name: gather(given[each.name], each.places[0]) for each in inputs}
-    if not isinstance(spec, EmbeddingGradientSpec): return x["weight"][x["tokens"]],
+    if not isinstance(spec, EmbeddingGradientSpec): return x["weight"][x["tokens"]].reshape(-1, spec.width),
     sums = gradient(spec.rows, x["tokens"], x["grad"].cast(compute_dtype(dtypes.float32, exact)).contiguous())
     return sums if exact else round_to(sums, spec.dtype),
 

@@ -22,7 +22,8 @@ from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
 
 FLOATS = (dtypes.float32, *FLOAT16S)
-TABLES = (*FLOATS, dtypes.uint8, dtypes.int8)   # codes and scales of quantised tables are copied, too
+# codes and scales of quantised tables are copied, too, and words of any rows
+TABLES = (*FLOATS, dtypes.uint8, dtypes.int8, dtypes.uint16, dtypes.uint32)
 TOKENS = (dtypes.int32, dtypes.int64)
 SEGMENT = 32    # tokens of a row that a GPU adds up apart
 

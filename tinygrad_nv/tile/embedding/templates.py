@@ -13,15 +13,16 @@ from typing import ClassVar
 
 import numpy as np
 
-from tinygrad_nv.tile.embedding.spec import SEGMENT, EmbeddingGradientSpec, EmbeddingSpec
+from tinygrad_nv.tile.embedding.program import PROGRAMS, gradient_problems
+from tinygrad_nv.tile.embedding.spec import SEGMENT, EmbeddingGradientSpec
 from tinygrad_nv.tile.order import OVER_ROWS
+from tinygrad_nv.tile.programs import make_family
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import Family, make_template
 
 VECTOR_BYTES = 16
 CTAS = 132          # that sort: an SM of an H100 each. All read all tokens, more of them have more work
 MOST_ROWS = 512     # of a tile, where more CTAs sort: a thread has a row at the end
-MOST_TOKENS = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -94,33 +95,13 @@ class GradientPlan:
         return np.concatenate([offsets, order]).astype(np.uint32)
 
 
-def gradient_problems(spec: EmbeddingGradientSpec, arch: str) -> list[str]:
-    """Why a gradient has no kernel; empty when it has one."""
-    out = ["a symbolic number of tokens"] * spec.symbolic
-    if max(spec.rows, spec.tokens.count) > MOST_TOKENS:
-        out.append(f"{spec.tokens.count} of {spec.rows} rows, at most {MOST_TOKENS}")
-    return out
-
-
-@dataclass(frozen=True)
-class Embedding(Schedule):
-    """Nothing to choose."""
-    template: ClassVar[str] = "embedding"
-
-
 @dataclass(frozen=True)
 class EmbeddingGradient(Schedule):
     """Nothing to choose."""
     template: ClassVar[str] = "embedding_gradient"
 
 
-def problems(spec: EmbeddingSpec, arch: str) -> list[str]:
-    """Why a table has no kernel; empty when it has one."""
-    return [f"rows of {spec.row_bytes} bytes"] * (spec.row_bytes % 2)
-
-
-EMBEDDING = make_template(EmbeddingSpec, Embedding, problems, "tinygrad_nv.tile.embedding.kernel",
-                          "embedding")
 GRADIENT = make_template(EmbeddingGradientSpec, EmbeddingGradient, gradient_problems,
                  "tinygrad_nv.tile.embedding.gradient", "gradient")
-FAMILY = Family("embedding", (EMBEDDING, GRADIENT), determinism_class=OVER_ROWS)
+FAMILY = Family("embedding", (*make_family("embedding", PROGRAMS, OVER_ROWS).templates, GRADIENT),
+                determinism_class=OVER_ROWS)

@@ -7,7 +7,7 @@ so many rows.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, exp, lgamma, log, sqrt
@@ -20,7 +20,12 @@ from tinygrad_nv.tile.template import GPU, AnyTemplate
 
 BESIDE = 0.04       # fitted to predictions of launches (bench/timing/rows_moe.py), within 10 %
 TIE, NEAR = 1.02, 1.003     # predictions as near as this are the same: of templates, within one
+ALIKE, SHORT_S = 1.03, 1e-4     # and of short launches; an H100 took 1 to 6 % longer for larger tiles there
+SAME = 1.01         # of the smallest tile
 MANY = 4096         # rows of a group above which a partial tile is half of one
+
+
+Priced = tuple[Any, Schedule]   # a template's prediction
 
 
 @dataclass(frozen=True)
@@ -45,20 +50,29 @@ class Prediction:
 
 
 @lru_cache(4096)
-def cheapest(templates: tuple[AnyTemplate, ...], spec: Any, gpu: GPU) -> Schedule | None:
+def cheapest(templates: tuple[AnyTemplate, ...], spec: Any, gpu: GPU,
+             size: Callable[[Any], int] | None = None) -> Schedule | None:
     """The legal candidate of the lowest cost; of those of a template as near as `NEAR`, and of the best of
-    templates as near as `TIE`, the first."""
-    best = []
-    for each in templates:
-        legal = [(each.cost(spec, s, gpu).seconds, s) for s in each.candidates(spec, gpu)
-                 if each.cost is not None and not each.problems(spec, s, gpu)]
-        if legal: best.append(_first(legal, NEAR))
-    return _first(best, TIE)[1] if best else None
+    templates as near as `TIE`, the first. Of launches of less than `SHORT_S` that wait for HBM, of all as
+    near as `ALIKE`, one of the smallest tile by its `size`: while the last CTAs load, others have ended."""
+    by_template = [[(each.cost(spec, s, gpu), s) for s in each.candidates(spec, gpu)
+                    if each.cost is not None and not each.problems(spec, s, gpu)] for each in templates]
+    best = [_first(legal, NEAR) for legal in by_template if legal]
+    if not best: return None
+    predicted, chosen = _first(best, TIE)
+    if size is None or predicted.bound != "HBM" or predicted.seconds > SHORT_S: return chosen
+    alike = _near([pair for legal in by_template for pair in legal], ALIKE)
+    least = min(size(s) for _, s in alike)
+    return _first([pair for pair in alike if size(pair[1]) == least], SAME)[1]
 
 
-def _first(pairs: Sequence[tuple[float, Schedule]], near: float) -> tuple[float, Schedule]:
-    least = min(seconds for seconds, _ in pairs)
-    return next(pair for pair in pairs if pair[0] <= near * least)
+def _near(pairs: Sequence[Priced], near: float) -> list[Priced]:
+    """Returns the pairs whose predictions are at most `near` times the least."""
+    least = min(predicted.seconds for predicted, _ in pairs)
+    return [pair for pair in pairs if pair[0].seconds <= near * least]
+
+
+def _first(pairs: Sequence[Priced], near: float) -> Priced: return _near(pairs, near)[0]
 
 
 @lru_cache(4096)

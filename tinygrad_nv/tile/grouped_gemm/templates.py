@@ -3,6 +3,7 @@ later), and outer_wgmma/ and outer_mma/ of the gradients of their matrices. Thei
 from __future__ import annotations
 
 from tinygrad_nv.tile.choose import choose
+from tinygrad_nv.tile.gemm.schedules import Mma, Wgmma
 from tinygrad_nv.tile.grouped_gemm.cost import cheapest
 from tinygrad_nv.tile.grouped_gemm.gemv import plan as gemv
 from tinygrad_nv.tile.grouped_gemm.mma import plan as mma
@@ -51,7 +52,12 @@ TEMPLATES: tuple[AnyTemplate, ...] = (GEMV, WGMMA, SCALED_WGMMA, MMA, TRANSPOSED
 
 
 def _default(spec: GroupedGemmSpec | GroupedOuterSpec, gpu: GPU) -> Schedule | None:
-    return cheapest(FAMILY.of(type(spec)), spec, gpu)
+    return cheapest(FAMILY.of(type(spec)), spec, gpu, tile_size)
+
+
+def tile_size(s: GroupedGemv | Mma | Wgmma) -> int:
+    """Rows times columns of a tile."""
+    return (s.rows if isinstance(s, GroupedGemv) else s.block_m) * s.block_n
 
 
 FAMILY = Family("grouped_gemm", TEMPLATES, choose, defaults=_default)

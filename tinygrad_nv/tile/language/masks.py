@@ -7,7 +7,8 @@ the edge:
 
     the mask becomes a branch, which blocks take that are not wholly inside
     where other is -inf, and an iteration with nothing but -inf is proved to change nothing
-    (unmasked.py), the loop ends ahead of the first block that is wholly outside
+    (unmasked.py), the loop ends ahead of the first block that is wholly outside; where a column of -inf is
+    proved to change nothing of its row, too, the mask has `skip`: it need not be computed
 
 Both are decided by the loop's index against sums of scalars, the largest and least elements of both sides:
 of int32 alone, and where the numbers that are added fit. An index grows from iteration to iteration, so that
@@ -22,7 +23,7 @@ from dataclasses import dataclass, replace
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile.language.ir import Line, Op, Program, Region, TileType, Value
-from tinygrad_nv.tile.language.unmasked import changes_nothing, constant_of
+from tinygrad_nv.tile.language.unmasked import changes_nothing, constant_of, hides_columns
 
 LEAST = 256         # elements of a mask that is worth a branch
 SCALARS = ("constant", "program_id", "apply", "cast")
@@ -80,6 +81,9 @@ class _Pass:
         for mask in masks:
             less = self._comparisons(mask.operands[0])
             if not less: continue
+            if constant_of(mask.operands[2], self.makers) == -math.inf and \
+                    hides_columns(op, mask, self.makers):
+                mask.attributes = {**mask.attributes, "skip": True}
             op = self._end_loop(op, mask, less, ahead)
         for mask in masks:
             if (less := self._comparisons(mask.operands[0])) and math.prod(mask.result.shape) >= LEAST:

@@ -242,7 +242,8 @@ def _place(tensor: TensorRef, entries: Sequence[Any]) -> _Place:
         else: made.append(one)
     offset, inside = None, None
     for each, extent, stride in zip(made, tensor.limits, tensor.parameter.strides, strict=True):
-        term, within = each * stride, (each >= 0) & (each < extent)
+        term = each if stride == 1 else each * stride     # whose elements are known to follow each other
+        within = (each >= 0) & (each < extent)
         offset = term if offset is None else offset + term
         inside = within if inside is None else inside & within
     if offset is None or inside is None: return _Place(full((), 0, dtypes.int32), full((), True, dtypes.bool))

@@ -116,7 +116,9 @@ class Ranges:
                     numbers = select_numbers(op, each)
                     self.known[each] = Known(min(numbers), max(numbers), _power(math.gcd(*numbers)), 1, MOST)
             if op.name == "for": self._loop(op)
-            for inner in op.regions: self._region(inner)
+            for inner in op.regions:
+                self._region(inner)
+                if op.name == "while" and inner is op.regions[0]: self._limit_body(op)
             if len(op.results) == 1 and not dtypes.is_float(op.result.dtype):
                 rule = getattr(self, f"_{op.name}", None)
                 if rule is None or op.name == "for": continue
@@ -130,6 +132,22 @@ class Ranges:
             last = start.low + max(last - start.low, 0) // step.low * step.low
         self.known[op.regions[0].arguments[0]] = Known(start.low, last, min(start.multiple, step.multiple), 1,
                                                        MOST)
+
+    def _limit_body(self, op: Op) -> None:
+        """Limits what the body of a `while` is given by the condition under which it runs."""
+        test, body = op.regions
+        given, left = dict(zip(test.arguments, body.arguments, strict=True)), [(test.yields[0], True)]
+        while left:
+            value, holds = left.pop()
+            made = self.makers.get(value)
+            if made is None or made.name != "apply": continue
+            fn, (a, *others) = made.attributes["fn"], made.operands
+            if fn == "and" and holds: left += [(each, True) for each in made.operands]
+            elif fn == "xor" and self.of(others[0]).low == 1: left.append((a, not holds))
+            elif fn == "less" and a in given and not dtypes.is_float(a.dtype):
+                known, bound = self.of(given[a]), self.of(others[0])
+                self.known[given[a]] = replace(known, high=min(known.high, bound.high - 1)) if holds else \
+                    replace(known, low=max(known.low, bound.low))
 
     # **** operations ****
 
@@ -219,9 +237,11 @@ def _equal_run(a: Known, b: Known, same: int) -> int:
 
 
 def _clip_range(x: Known, dtype: DType) -> Known:
-    """Returns what is known of a number that wraps around: all of its dtype, where it may be beyond."""
+    """Returns what is known of a number that wraps around: all of its dtype, where it may be beyond; it stays
+    a multiple of powers of two."""
     low, high = LIMITS.get(dtype, (LOW, HIGH))
-    return x if x.low >= low and x.high <= high else replace(x, low=low, high=high, multiple=1)
+    if x.low >= low and x.high <= high: return x
+    return replace(x, low=low, high=high, multiple=min(x.multiple, 1 << 8 * dtype.itemsize))
 
 
 def uses(region: Region) -> Mapping[Value, list[Op]]:

@@ -61,6 +61,40 @@ def changes_nothing(op: Op, mask: Op, makers: Makers) -> bool:
     return all(_same(region, scores, given, makers) for given in (seen, fresh))
 
 
+def hides_columns(op: Op, mask: Op, makers: Makers) -> bool:
+    """Whether, besides, a column whose score is -inf adds nothing to what its row has of others: to no
+    maximum, sum or dot. A row's maximum is finite, or has been -inf so far."""
+    if not changes_nothing(op, mask, makers): return False
+    region = op.regions[0]
+    scores = _scores(region, mask, makers)
+    assert scores is not None
+    own = [one.result for one in region.ops if one.name == "reduce" and one.operands[0] is scores
+           and one.attributes["fn"] == "max"]
+    tops = [made for one in region.ops for made in one.results
+            if any(_maximum(made, argument, scores, makers) for argument in region.arguments[1:])]
+    finite, least = ("finite", 0), ("constant", -math.inf)
+    cases = ({scores: least, **dict.fromkeys(own, a), **dict.fromkeys(tops, b)}
+             for a, b in ((finite, finite), (least, finite), (least, least)))
+    return all(_adds_nothing(region, each, scores, makers) for each in cases)
+
+
+def _adds_nothing(region: Region, given: Mapping[Value, Term], scores: Value, makers: Makers) -> bool:
+    """Whether reductions and dots of a column have their neutral element."""
+    known, columns = dict(given), {scores}
+    for one in region.ops:
+        for result in one.results:
+            other = ANYTHING if one.name == "reduce" else _term(one, known, makers)
+            known.setdefault(result, other)
+        if not any(each in columns for each in one.operands) or one.result is scores: continue
+        term = known.get(one.operands[0], ANYTHING)
+        if one.name in ("apply", "cast"): columns.update(one.results)
+        elif one.name == "reduce" and not one.regions:
+            if term != ("constant", -math.inf if one.attributes["fn"] == "max" else 0.0): return False
+            if one.attributes["fn"] not in ("max", "add"): return False
+        elif one.name != "dot" or term != ("constant", 0.0) or columns & set(one.operands[1:]): return False
+    return not columns & set(region.yields)
+
+
 def _same(region: Region, scores: Value, given: Mapping[Value, Term], makers: Makers) -> bool:
     known = {**given, scores: ("constant", -math.inf)}
     for one in region.ops:

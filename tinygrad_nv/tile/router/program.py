@@ -397,4 +397,4 @@ PROGRAMS = (TileProgram("router", RouterSpec, route, grid, cut, lambda spec: spe
                         following=ARRANGE),
             TileProgram("group_rows", GroupRowsSpec, group_rows, lambda spec, blocks: (1, 1, 1),
                         lambda spec, target: [(Blocks(spec.tokens), 1)], lambda spec: spec.slots,
-                        problems, kinds=("cpu",)))
+                        problems, kinds=("cpu",), by_rows=("experts",)))

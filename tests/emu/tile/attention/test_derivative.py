@@ -38,13 +38,14 @@ SCORES: dict[str, Expression] = {
     "position": X * Position("n").cast(F32)}
 
 
+@pytest.mark.parametrize("precise", [False, True])
 @pytest.mark.parametrize("name", SCORES)
-def test_derivatives_are_those_of_torch(name: str):
+def test_derivatives_are_those_of_torch(name: str, precise: bool):
     sums = torch.randn(1, 1, 1, 20, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     spec = SimpleNamespace(batch=(1, 1, 1), m=20, n=30)
     wide = sums.requires_grad_(True)
     right, = torch.autograd.grad(evaluate(spec, SCORES[name], [wide], {}).sum(), wide)  # type: ignore[arg-type]
-    got = evaluate(spec, derivative(SCORES[name]), [sums.detach()], {})  # type: ignore[arg-type]
+    got = evaluate(spec, derivative(SCORES[name], precise), [sums.detach()], {})  # type: ignore[arg-type]
     assert (got - right).abs().max() < 2e-5
 
 
@@ -59,7 +60,19 @@ def test_what_is_the_same_for_all_is_a_constant():
 def test_where_a_power_is_infinite_the_derivative_is_zero():
     spec = SimpleNamespace(batch=(), m=1, n=2)
     sums = torch.tensor([[-1e4, 1e4]], dtype=torch.float64)
-    assert evaluate(spec, derivative(tanh(X)), [sums], {}).abs().max() < 1e-6  # type: ignore[arg-type]
+    for precise in (False, True):
+        slopes = evaluate(spec, derivative(tanh(X), precise), [sums], {})  # type: ignore[arg-type]
+        assert slopes.abs().max() < 1e-6
+
+
+def test_a_precise_derivative_keeps_its_bits():
+    """In float32, near 1, where 1 − tanh² has lost all of them."""
+    spec, sums = SimpleNamespace(batch=(), m=1, n=64), torch.linspace(0, 10, 64, dtype=torch.float32)[None]
+    plain, precise = (evaluate(spec, derivative(tanh(X), each), [sums], {})  # type: ignore[arg-type]
+                      for each in (False, True))
+    right = torch.cosh(sums.double()) ** -2
+    assert ((precise - right).abs() < 2e-6 * right).all()
+    assert ((plain - right).abs() > 0.1 * right).any()
 
 
 def test_a_sum_that_becomes_an_integer_has_none():

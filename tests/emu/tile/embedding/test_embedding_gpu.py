@@ -13,8 +13,8 @@ from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.runtime.device import NVDevice
-from tinygrad_nv.tile.embedding import templates
 from tinygrad_nv.tile.embedding.spec import EmbeddingSpec, Tokens
+from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -23,13 +23,19 @@ ARCHES = ("sm_80", "sm_90a")
 GUARD = 77
 
 
+def build(spec: EmbeddingSpec, arch: str) -> TileKernel:
+    """The kernel of the default schedule."""
+    made: TileKernel = TABLE.build(spec, TABLE.choose(spec, GPU(arch)), GPU(arch))
+    return made
+
+
 def checked(rows: int, width: int, count: int, arch: str, dtype: DType = F32, tokens: DType = S32,
             stride: int = 1, most: int | None = None, seed: int = 0,
             spoilt: tuple[str, str] = ("", "")) -> Report:
     """`count` tokens `stride` apart, at most `most` where they are symbolic: bits, and none beside them."""
     random, size = np.random.default_rng(seed), f"u{dtype.itemsize}"
     spec = EmbeddingSpec(rows, width, dtype, Tokens(tokens, (most or count,), (stride,), 1), most is not None)
-    made, emu = TABLE.build(spec, templates.Embedding(), GPU(arch)), Emulator(arch, seed=seed)
+    made, emu = build(spec, arch), Emulator(arch, seed=seed)
     weight = random.integers(0, 1 << 16, (rows, width)).astype(size)
     numbers = np.full(2 + (count - 1) * stride, 1 << 30, f"i{tokens.itemsize}")
     numbers[1::stride] = random.integers(-rows - 3, rows + 3, count)
@@ -49,7 +55,7 @@ def checked(rows: int, width: int, count: int, arch: str, dtype: DType = F32, to
 @pytest.mark.parametrize("tokens", [S32, S64], ids=str)
 def test_every_bit(arch: str, tokens: DType):
     for width, dtype in ((64, F32), (7, F32), (7, BF16), (6, BF16), (1028, BF16), (2056, F32), (1, BF16),
-                         (144, U8), (6, U8)):
+                         (144, U8), (6, U8), (7, U8)):
         checked(9, width, 5, arch, dtype, tokens)
     checked(50, 16, 300, arch, BF16, tokens, stride=3)
     checked(50, 16, 5, arch, BF16, tokens, most=40)
@@ -69,16 +75,24 @@ def test_generated(data: st.DataObject):
 @pytest.mark.parametrize(("width", "dtype"), [(4096, BF16), (4096, F32), (128, BF16), (7, F32)], ids=str)
 def test_what_it_takes(arch: str, width: int, dtype: DType):
     spec = EmbeddingSpec(128256, width, dtype, Tokens(S32, (64,), (1,)))
-    made = TABLE.build(spec, templates.Embedding(), GPU(arch))
+    made = build(spec, arch)
     found = assemble(made.ptx, arch).kernels[made.name]
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
     assert found.registers <= 48
     assert made.pdl == (arch == "sm_90a")
 
 
-def test_rows_of_odd_bytes_have_no_kernel():
-    spec = EmbeddingSpec(9, 7, U8, Tokens(S32, (4,), (1,)))
-    assert TABLE.problems(spec, templates.Embedding(), GPU("sm_80")) == ["rows of 7 bytes"]
+def test_what_has_no_kernel_is_said():
+    for rows, count, words in ((1 << 31, 4, "2147483648 rows"), (9, 1 << 31, "2147483648 tokens")):
+        spec = EmbeddingSpec(rows, 7, U8, Tokens(S32, (count,), (1,)))
+        assert TABLE.why_not(spec, GPU("sm_80")) == f"{words}, at most 2147483391"
+
+
+def test_tokens_of_tables_of_many_elements():
+    """Rows one by one, where 32 bits do not count all elements: as many threads, and the same bits."""
+    small, large = (EmbeddingSpec(rows, 8, F32, Tokens(S32, (64,), (1,))) for rows in (1 << 10, 1 << 29))
+    assert TABLE.choose(small, GPU("sm_80")).rows > TABLE.choose(large, GPU("sm_80")).rows == 1
+    assert build(large, "sm_80").ptx
 
 
 def test_rows_are_moved_by_16_bytes_in_whole_sectors():
@@ -89,7 +103,7 @@ def test_rows_are_moved_by_16_bytes_in_whole_sectors():
 
 
 def test_the_checks_can_fail():
-    with pytest.raises(AssertionError): checked(9, 64, 40, "sm_80", spoilt=("setp.lt.u64", "setp.le.u64"))
+    with pytest.raises(AssertionError): checked(9, 64, 40, "sm_80", spoilt=("setp.lt.s32", "setp.le.s32"))
 
 
 @pytest.mark.sampled(1)

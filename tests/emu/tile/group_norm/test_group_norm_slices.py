@@ -13,8 +13,9 @@ from tinygrad.helpers import Context
 from tests.support.tile.reference_case import right, run, storages
 from tinygrad_nv import explain
 from tinygrad_nv.functional import group_norm
+from tinygrad_nv.tile.group_norm.program import PROGRAMS, slice_size
 from tinygrad_nv.tile.group_norm.spec import GroupNormSpec
-from tinygrad_nv.tile.group_norm.templates import GroupNorm
+from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -31,18 +32,25 @@ SPECS = {
     "a channel a group": GroupNormSpec(1, 70, 16, 16, 1e-5, False, BF16, BF16, BF16)}
 
 
+def choose(spec: GroupNormSpec, gpu: GPU) -> Schedule:
+    schedule = TABLE.choose(spec, gpu)
+    assert schedule is not None, TABLE.why_not(spec, gpu)
+    return schedule
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_numbers(name: str):
     spec, given = SPECS[name], storages(SPECS[name], seed=len(name))
     for seed, gpu in enumerate(GPUS):
-        right(spec, given, run(spec, GroupNorm.of(spec), gpu, given, seed=seed), cut=2.0**-16)
+        right(spec, given, run(spec, choose(spec, gpu), gpu, given, seed=seed), cut=2.0**-16)
 
 
 def test_slices():
     """An image of many positions has several, the last of which is shorter."""
     spec = SPECS["ragged slices"]
-    assert (spec.positions - 1) // GroupNorm.of(spec).rows >= 2
-    assert spec.positions % GroupNorm.of(spec).rows
+    blocks, _ = PROGRAMS[0].cut(spec, GPUS[0])[0]
+    assert blocks.groups > 2
+    assert spec.positions % slice_size(spec, blocks)
 
 
 @pytest.mark.parametrize("x", [
@@ -53,10 +61,22 @@ def test_what_cancels(x: torch.Tensor):
     spec = GroupNormSpec(1, 803, 32, 8, 1e-5, False, F32, F32)
     given = storages(spec)
     given["x"], given["weight"], given["bias"] = x.flatten(), torch.ones(32), torch.zeros(32)
-    found = run(spec, GroupNorm.of(spec), GPUS[1], given)["out"].double().reshape(1, 803, 32)
+    found = run(spec, choose(spec, GPUS[1]), GPUS[1], given)["out"].double().reshape(1, 803, 32)
     wanted = torch.nn.functional.group_norm(x.double().permute(0, 2, 1), 8, eps=1e-5).permute(0, 2, 1)
     rounding = 2.0**-24 * x.abs().max().item() / x.double().std(unbiased=False).clamp(min=1.0).item()
     assert (found - wanted).abs().max() <= 4 * rounding + 1e-6 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_no_number_stays_in_its_group(bad: float):
+    spec = GroupNormSpec(2, 70, 320, 32, 1e-5, False, F32, F32)
+    given = storages(spec)
+    usual = run(spec, choose(spec, GPUS[0]), GPUS[0], given)["out"]
+    given["x"].view(2, 70, 320)[1, 69, 15] = bad
+    found = run(spec, choose(spec, GPUS[0]), GPUS[0], given)["out"]
+    assert found[1, :, 10:20].isnan().all()
+    usual[1, :, 10:20] = found[1, :, 10:20] = 0
+    assert torch.equal(found, usual)
 
 
 def test_through_the_graph():
@@ -71,7 +91,10 @@ def test_through_the_graph():
     assert (found - wanted).abs().max() <= 2.0**-10 * wanted.abs().max()
 
 
-def test_refusals():
-    spec = replace(SPECS["odd channels"], channels=1025, groups=5)
+@pytest.mark.parametrize(("spec", "words"), [
+    (replace(SPECS["odd channels"], channels=8193, groups=1), "8193 channels at once, at most 8192"),
+    (replace(SPECS["odd channels"], batch=1 << 16), "65536 programs along z"),
+    (replace(SPECS["odd channels"], positions=(1 << 31) - 1), "2147483647 positions")], ids=str)
+def test_refusals(spec: GroupNormSpec, words: str):
     assert TABLE.choose(spec, GPUS[1]) is None
-    assert "more than 1024 threads" in TABLE.why_not(spec, GPUS[1])
+    assert words in TABLE.why_not(spec, GPUS[1])

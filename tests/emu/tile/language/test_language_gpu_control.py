@@ -2,6 +2,7 @@
 kernels of the tile language on the emulated GPU against the interpreter."""
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,17 @@ from tinygrad.dtype import DType, dtypes
 from tests.support.tile.language_gpu_case import checked, inputs, launched, program, ref
 from tinygrad_nv.errors import LanguageError
 from tinygrad_nv.language import *
+from tinygrad_nv.ptx.emulator import LATE
 from tinygrad_nv.tile.language import context as C
 from tinygrad_nv.tile.language import control as K
 from tinygrad_nv.tile.language import elements as E
+from tinygrad_nv.tile.language import linear as L
 from tinygrad_nv.tile.language import memory as M
 from tinygrad_nv.tile.language import reductions as R
 from tinygrad_nv.tile.language import values as V
+from tinygrad_nv.tile.language.gpu import build
 from tinygrad_nv.tile.language.schedule import TileSchedule
+from tinygrad_nv.tile.template import GPU
 
 F32, BF16, S32 = dtypes.float32, dtypes.bfloat16, dtypes.int32
 
@@ -233,6 +238,38 @@ def test_atomics(fn: str) -> None:
     def changed(c, o): o[:] = M.atomic(fn, c, M.arange(40) * 2 - 7, M.arange(40))
     tensors = [ref("o", S32, 40, out=True), ref("c", S32, 40, out=True)]
     checked(program(changed, tensors), c=SOME.integers(-50, 50, 40))
+
+
+def add_dots(a, b, o, looked):
+    """Programs along y add dots to the same rows; with `looked`, something looks at the elements before."""
+    i, j = C.block(C.program_id(0) * 16, 16), C.block(C.program_id(1) * 32, 32)
+    before = M.atomic_add(o, L.dot(a[i, j], b[j, :]), i, slice(None))
+    if looked: M.atomic_add(o, before * 0.0, i, slice(None))
+
+
+def add_blocks(a, b, o, first):
+    """Blocks of loaded numbers; `first`: the column at which they are added."""
+    i = C.block(C.program_id(0) * 16, 16)
+    M.atomic_add(o, V.cast(a[i, C.block(C.program_id(1) * 32, 32)], F32), i, C.block(first, 32))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(("fn", "columns", "more", "vector"), [
+    (add_dots, 64, {"looked": False}, 2), (add_dots, 64, {"looked": True}, 2),
+    (add_dots, 40, {"looked": False}, 2), (add_dots, 37, {"looked": False}, 1),
+    (add_blocks, 64, {"first": 4}, 4), (add_blocks, 28, {"first": 8}, 4), (add_blocks, 64, {"first": 3}, 1),
+    (add_blocks, 30, {"first": 6}, 2), (add_blocks, 64, {"first": -12}, 4)])
+def test_vectors_of_floats_are_added(fn: Any, columns: int, more: dict[str, Any], vector: int,
+                                     arch: str) -> None:
+    """What lies side by side, is in the tensor or outside together, and is aligned, on sm_90a; rows end
+    inside of a block. Elements that something looks at are changed alone."""
+    tensors = [ref("o", F32, 40, columns, out=True), ref("a", BF16, 40, 96), ref("b", BF16, 96, columns)]
+    made = program(fn, tensors, grid=(3, 3), more=more)
+    checked(made, arch=arch, integers=True, ulps=0, seeds=(0, 1, 2, LATE), o=np.zeros((40, columns)))
+    text = build(made, TileSchedule(), GPU(arch)).ptx
+    found = re.findall(r"red[.a-z]+\.add\.(?:v(\d)\.)?f32", text)
+    assert ("atom.relaxed.gpu.global.add.f32" in text) == more.get("looked", False)
+    assert {int(each or 1) for each in found} == {vector if arch == "sm_90a" else 1}
 
 
 def numbers(*shape: int) -> np.ndarray:

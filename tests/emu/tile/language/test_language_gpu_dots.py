@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tinygrad.dtype import DType, dtypes
 
-from tests.support.tile.language_gpu_case import checked, program, ref
+from tests.support.tile.language_gpu_case import checked, inputs, launched, program, ref
 from tinygrad_nv.ptx.emulator import LATE
 from tinygrad_nv.tile.language import attention as A
 from tinygrad_nv.tile.language import context as C
@@ -62,6 +62,17 @@ def test_bfloat16(extents: tuple[int, int, int], block: tuple[int, int, int],
                   flipped: tuple[bool, bool]) -> None:
     """Rows that begin at multiples of 16 bytes, of 8, and of 2."""
     multiplied(BF16, extents, block, flipped)
+
+
+def test_float32_operands_of_a_warp_lie_in_different_banks() -> None:
+    """A matrix and a transpose, of which each thread reads 16 bytes along k."""
+    tensors = [ref("o", F32, 64, 64, out=True), ref("a", F32, 64, 64), ref("b", F32, 64, 64)]
+    schedule = TileSchedule(warps=4, stages=2)
+    made = program(matmul, tensors, schedule, (1, 1),
+                   {"block": (64, 64, 32), "flipped": (False, True), "tf32": False})
+    _, report = launched(made, inputs(made), schedule, "sm_80", 0)
+    assert not report.findings
+    assert report.stats.bank_conflicts == {}
 
 
 @pytest.mark.sampled(6)

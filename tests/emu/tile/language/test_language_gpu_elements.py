@@ -199,6 +199,16 @@ def test_rows_by_index() -> None:
     checked(program(scattered, tensors), ulps=0, i=where)
 
 
+def test_rows_by_index_are_loaded_wide() -> None:
+    """Whatever an index is, rows of whole vectors begin at a multiple of these."""
+    from tinygrad_nv.tile.language.gpu import build
+    from tinygrad_nv.tile.template import GPU
+    for columns, wide in ((64, True), (63, False)):
+        made = program(gathered, [ref("o", F32, 16, columns, out=True), ref("x", F32, 30, columns),
+                                  ref("i", S32, 16)])
+        assert ("ld.global.nc.v4.f32" in build(made, TileSchedule(warps=1), GPU("sm_80")).ptx) == wide
+
+
 def masked(x, o):
     j = C.program_id(0) * 128 + M.arange(128)
     v = M.load(x, j, mask=j < 300, other=5)

@@ -43,6 +43,28 @@ def test_other_reductions_are_by_shuffles(columns: int, fn: str) -> None:
     checked(made, NARROW)
 
 
+def reduce_columns(x, o, apart, *, fn):
+    found = getattr(R, fn)(x[:, :, :], 1)
+    o[:, :] = found
+    apart[:, :, :] = x[:, :, :] - found[:, None, :]
+
+
+@pytest.mark.parametrize(("shape", "shuffles"), [((5, 64, 32), 10 + 5), ((3, 64, 16), 8 + 4 + 2),
+                                                 ((3, 64, 40), 6), ((1, 16, 512), 0)], ids=str)
+@pytest.mark.parametrize(("dtype", "fn"), [(F32, "sum_"), (F32, "max_"), (S32, "prod")], ids=str)
+def test_many_columns_are_shared_out(shape: tuple[int, ...], shuffles: int, dtype: DType, fn: str) -> None:
+    """Lanes exchange halves of what they have, and no thread combines what all warps have of all columns."""
+    made = program(reduce_columns, [ref("o", dtype, shape[0], shape[2], out=True),
+                                     ref("apart", dtype, *shape, out=True), ref("x", dtype, *shape)],
+                   more={"fn": fn})
+    schedule = TileSchedule(vector=4, warps=8)
+    x = np.random.default_rng(3).integers(-9, 10, shape).astype(np.float32 if dtype == F32 else np.int32)
+    checked(made, schedule, x=x)
+    columns = max(shape[0] * 4, shape[2] // 32)
+    assert text(made, schedule).count("shfl") == shuffles
+    assert text(made, schedule).count("ld.shared") < 8 * columns
+
+
 def first_above(x, o):
     at = tile.arange(x.shape[1])[None, :]
     o[:] = tile.min(tile.where(x[:, :] > 30, at, x.shape[1]), 1)

@@ -93,7 +93,8 @@ def test_slices_and_transposes() -> None:
     turned = wide.move_bits(transpose_bits((64, 32), (1, 0)))
     for thread in (0, 37, 127):
         assert held(turned, thread) == [index % 32 * 64 + index // 32 for index in held(wide, thread)]
-    whole(spread((64, 32), 7), 11)
+    for k_major, rows in ((False, False), (False, True), (True, False), (True, True)):
+        whole(spread((64, 32), 7, k_major, rows), 11)
 
 
 @pytest.mark.parametrize(("a", "b", "same"), [((4, 8), (32,), True), ((48,), (3, 16), True),
@@ -134,6 +135,9 @@ def test_ranges_hold(seed: int) -> None:
             y = x < _expression(rng, 1)
             if x.shape: M.store(o, x + 0, M.arange(32), mask=y & (M.arange(32) >= 0))
         for i in K.range_(C.program_id(0) * 4, 40, 4): M.store(o, i, 0)
+        left = C.program_id(1) * rng.randrange(1, 9) - rng.randrange(9)
+        while (left >= rng.randrange(-3, 3)) & ~(left < 0) & (left < rng.randrange(9, 40)):
+            left = left * 2 + 1
     out = TensorParameter("o", dtypes.int32, (32,), output=True)
     made = trace_program(run, {"o": TensorRef(out)}, [out], TileSchedule(), (3, 5), None)
     ranges = Ranges(made)
@@ -143,6 +147,29 @@ def test_ranges_hold(seed: int) -> None:
         for value, found in one.values.items():
             if dtypes.is_float(value.dtype): continue
             _true(ranges.of(value), np.atleast_1d(np.asarray(found, np.int64)))
+
+
+def test_conditions_of_a_while_bound_its_body() -> None:
+    """A list of indices that is gone through needs no check of each: what its condition says is known."""
+    def run(o, x):
+        i = x[0]
+        while (i >= 0) & (i < 32):
+            o[i] = 1
+            i = x[i]
+    tensors = [TensorParameter("o", dtypes.int32, (32,), output=True),
+               TensorParameter("x", dtypes.int32, (32,))]
+    made = trace_program(run, {each.name: TensorRef(each) for each in tensors}, tensors, TileSchedule(),
+                         (1, 1), None)
+    loop = next(op for op in made.body.walk() if op.name == "while")
+    given, known = loop.regions[1].arguments[0], Ranges(made)
+    assert (known.of(given).low, known.of(given).high) == (0, 31)
+    assert known.of(loop.result).low < 0    # behind the loop it may be anything
+    data = np.full(32, -1, np.int32)
+    data[:3] = 5, -1, 40
+    data[5] = 2
+    written = np.zeros(32, np.int32)
+    _Run(made, {"o": written, "x": data}, (0, 0, 0), False).region(made.body)
+    assert list(np.flatnonzero(written)) == [2, 5]
 
 
 def _true(known: Any, found: np.ndarray) -> None:

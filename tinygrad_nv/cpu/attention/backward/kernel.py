@@ -55,7 +55,7 @@ class CPUFlashBackward(CPUSchedule):
 
 def problems(spec: BackwardSpec, s: CPUFlashBackward) -> list[str]:
     """Why this template does not take a backward pass; empty when it does."""
-    try: slope = derivative(spec.forward.score)
+    try: slope = derivative(spec.forward.score, precise=True)
     except SpecError as error: return [str(error.found)]
     return list(dict.fromkeys([*expression.problems(spec.forward.score), *expression.problems(slope)]))
 

@@ -108,7 +108,7 @@ class Text:
         place = LanePlace(["s"], "m", "n", BATCH, "count", "start")
         scored = own_score(one.score) if one.documents else one.score
         scores, score = statements(scored, place)
-        slopes, slope = statements(derivative(scored), place, "u")
+        slopes, slope = statements(derivative(scored, precise=True), place, "u")
         dropped, values, scale = "", "p", c_float(KEEP_ALL / one.kept)
         if one.kept < KEEP_ALL:
             dropped = f"""const vi keep = load_u8(bytes + i * {self.n} + c) < {one.kept};

@@ -45,7 +45,7 @@ def micro(schedule: CPUGemm, kind: str, pitch: int, whole: bool, free: bool, shi
     ahead = ", const u8 *ahead, u64 apart" if line else ""
     result = "s32" if whole else "float"
     made = f"""
-NOINLINE void micro{suffix}(const u32 *restrict a, const u32 *restrict b, {result} *restrict c, u64 units,
+NOINLINE void micro{suffix}(const word *restrict a, const u32 *restrict b, {result} *restrict c, u64 units,
                     int first{shift}{ahead}) {{
   {text}
 }}"""

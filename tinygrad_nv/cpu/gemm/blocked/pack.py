@@ -7,7 +7,8 @@ Protocol: units (gemm.h) of 32 bits, zero where there is no element. `packing` m
 
 p is the first element, `rows` of `most` there are, `count` elements of each. Where elements lie side by side
 in memory the way they do in the panel they are copied, a vector at a time; else W x W units are transposed
-in registers. What is left over at the edges goes one unit at a time.
+in registers. Rows of b beyond the last become zeros, a vector at a time; what is left over at the edges
+goes one unit at a time.
 """
 from __future__ import annotations
 
@@ -65,6 +66,11 @@ def packing(side: str, operand: Packed, kind: str, pitch: int, deep: int = 0, fl
     transpose(x);
 #pragma clang loop unroll(full)
     for (int i = 0; i < W; i++) *(vi_u *)({target}) = x[i];"""
+    clear = "" if side == "a" else f"""
+    if (r >= rows && r + {high} <= most) {{
+      for (s64 j = u; j < u + {wide} && j < units; j++) *(vi_u *)({to('r', 'j')}) = (vi)0;
+      continue;
+    }}"""
     loops = [f"for (s64 r = 0; r < most; r += {high})", f"for (s64 u = 0; u < units; u += {wide})"]
     if along == "mn": loops.reverse()
     return f"""{_unit(side + suffix, operand, kind, flip)}
@@ -72,7 +78,7 @@ NOINLINE void pack_{side}{suffix}(const {element} *restrict p, u32 *restrict to,
 count) {{
   const s64 units = (count + {per - 1}) / {per};
   {loops[0]} {loops[1]} {{
-    if (r + {high} <= rows && (u + {wide}) * {per} <= count) {{ {fast} continue; }}
+    if (r + {high} <= rows && (u + {wide}) * {per} <= count) {{ {fast} continue; }}{clear}
     for (s64 i = r; i < r + {high} && i < most; i++) for (s64 j = u; j < u + {wide} && j < units; j++)
       *({to('i', 'j')}) = i < rows ? unit_{side}{suffix}({at('i', 'j')}, count - j * {per}) : 0;
   }}

@@ -22,7 +22,7 @@ from tinygrad_nv.tile.gemm.wgmma import template as wgmma
 from tinygrad_nv.tile.gemm.wgmma.plan import WgmmaPlan
 from tinygrad_nv.tile.gemm.work import INSTRUCTION_BYTES, SMEM_BYTES_PER_CYCLE
 from tinygrad_nv.tile.gpu import gpu_model_for
-from tinygrad_nv.tile.grouped_gemm.cost import Prediction, hbm_seconds, tiles
+from tinygrad_nv.tile.grouped_gemm.cost import Prediction, active, hbm_seconds, tiles
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedScaledWgmma, GroupedTransposedWgmma, GroupedWgmma
 from tinygrad_nv.tile.grouped_gemm.spec import (
     GROUP,
@@ -333,6 +333,10 @@ def _deepest(kind: S, tiles: Sequence[Tile], spec: GroupedGemmSpec, arch: str) -
 PROMOTED = 0.3          # of wgmmas' time that sums of fp8 take, which are added in float32
 L2_IN_STEP = 1.05       # times the rate of L2: neighbours read the same columns in step; fitted, too
 STEP = 60               # cycles of a stage's barriers and issue that nothing hides
+FEW = 4         # rows of a group below which what HBM brings goes to other SMs when one has no more tiles
+# until CTAs know their tiles and groups, and the first is there: six matmuls of one token on an H100, of 26
+# to 81 us, took 2.2 to 3.9 us longer than their bytes and a launch
+BEGIN_S = 3e-6
 LINES = 400             # cycles until the first lines of an epilogue are stored
 STORED = 32             # bytes of results a cycle of an epilogue
 # of HBM, where gathered rows are wgmma's rows or `MANY` of them a tile. With this and `L2_IN_STEP` six
@@ -354,8 +358,9 @@ def cost(spec: GroupedGemmSpec, s: GroupedWgmma, gpu: GPU) -> Prediction:
     waves = ceil(count / model.sm_count)
     computing = waves * (plan.iterations * step + ending) / model.clock_hz / model.sustained
     fed = waves * plan.iterations * model.load_s / s.depth
-    uneven = waves * model.sm_count / count if count > model.sm_count else 1.0
+    many = spec.rows >= FEW * active(spec)
+    uneven = waves * model.sm_count / count if many and count > model.sm_count else 1.0
     hbm = max(hbm_seconds(spec, model) * uneven, fed)
     if plan.gathers_rows and (not s.swap or plan.tokens >= MANY): hbm *= GATHERED_HBM
     l2 = count * plan.iterations * plan.stage_bytes / (L2_IN_STEP * model.l2_bytes_per_s)
-    return Prediction(computing, hbm, l2, model.launch_s + model.load_s)
+    return Prediction(computing, hbm, l2, model.launch_s + model.load_s + BEGIN_S)

@@ -4,6 +4,7 @@ Protocol: `problems(program, schedule, gpu)` says in words what cannot be; `buil
 the `TileKernel`, whose parameters are the program's tensors in their order. Its passes, `PASSES`:
 
   check.py       what no kernel can be
+  sides.py       dots whose operands change sides
   assign.py      layouts of a program's tiles; layout.py: which thread holds which elements, and those beyond
                  a tile; dots.py: how each dot is computed
   produced.py    roles: which loops a producer fills

@@ -73,10 +73,9 @@ def _short(kb: Kernel, at: MemoryOperand, dtype: DType, count: int, guard: Value
         kb.emit("cvt.u32.u16", word, both)
         return _unpack(kb, word, dtype)[0]
     if dtype in FLOAT16S:
-        half, wide = kb.reg("b16") if guard is None else kb.reg("b16", other), kb.reg("f32")
+        half = kb.reg("b16") if guard is None else kb.reg("b16", other)
         kb.emit(f"ld.{space}.b16", half, at, guard=guard)
-        kb.emit(f"cvt.f32.{FLOAT16S[dtype]}", wide, half)
-        return Lanes(kb, dtype, [wide])
+        return Lanes(kb, dtype, halves=[half])
     if dtype in FP8:
         byte = kb.reg("b16") if guard is None else kb.reg("b16", other)
         kb.emit(f"ld.{space}.u8", byte, at, guard=guard)

@@ -35,6 +35,7 @@ from tinygrad_nv.tile.language.ranges import uses
 
 ELEMENTS = ("apply", "cast", "bitcast")
 VECTOR_BYTES = 16
+LOADED = 2              # what a load's bytes count for beside a store's
 MOST_SCANNED = 64       # elements of a column that one thread adds up
 
 
@@ -134,7 +135,7 @@ class Assignment:
         for op in self.program.body.walk():
             if op.name == "dot" and op.result.shape: self._class(op.result).dots.append(op)
             elif op.name in ("load_block", "load", "atomic") and op.result.shape:
-                if op.result not in self.staged: self._memory(op, op.result, 2)
+                if op.result not in self.staged: self._memory(op, op.result, LOADED)
             elif op.name == "store_block" and op.operands[-1].shape: self._memory(op, op.operands[-1], 1)
             elif op.name == "store" and op.operands[1].shape: self._memory(op, op.operands[1], 1)
             elif op.name == "broadcast" and op.operands[0].shape and op.operands[0] not in self.free:
@@ -173,8 +174,19 @@ class Assignment:
                 self.plans[op] = plan_dot(op, self._operands(op), self.is_chained(op), self.warps, self.arch)
         for each in made:
             if each.dots: self._set_layout(each, self.plans[each.dots[0]].layout(self.thread_bits))
+        for op in self.plans: self._keep_left(op)
         for each in sorted(made, key=lambda one: -math.prod(one.type.shape)):
             if each.layout is None: self._set_layout(each, self._own(each))
+
+    def _keep_left(self, op: Op) -> None:
+        """Gives a left operand that is made of fewer bytes, as of codes, the layout in which wgmma takes it
+        from registers."""
+        plan, (source, flipped) = self.plans[op], source_of(op.operands[0], self.makers)
+        if plan.kind != "wgmma" or plan.warps_n > 1 or flipped or plan.k % plan.step: return
+        if source in self.free or self.aside(source) or not extents(source.shape).exact: return
+        of, loaded = self._class(source), LOADED * source.dtype.itemsize * math.prod(source.shape)
+        if source.dtype.itemsize == 2 and of.bytes < loaded:
+            self._set_layout(of, accumulator((plan.m, plan.k), plan.warps_m, 1))
 
     def _values(self) -> Iterable[Value]:
         for op in self.program.body.walk():
@@ -239,7 +251,10 @@ class Assignment:
         return self.layout(value) == accumulator((plan.m, plan.k), plan.warps_m, 1)
 
     def smem_extents(self, value: Value) -> tuple[int, int]:
-        """Rows and columns that dots read of a value in shared memory."""
+        """Rows and columns that dots read of a value in shared memory; its own where no dot does."""
+        if value not in self.roles:
+            rows, columns = (1, *value.shape)[-2:]
+            return rows, columns
         roles = [role for role in self.roles[value] if not self.in_registers(value, role)]
         each = [role.extents(self.plans[role.op]) for role in roles]
         return max(rows for rows, _ in each), max(columns for _, columns in each)

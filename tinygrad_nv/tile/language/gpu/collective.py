@@ -26,9 +26,10 @@ from tinygrad_nv.tile.lanes import Lanes, kind_of
 from tinygrad_nv.tile.language.gpu import elements
 from tinygrad_nv.tile.language.gpu.access import fetch, store
 from tinygrad_nv.tile.language.gpu.convert import address
-from tinygrad_nv.tile.language.gpu.held import Held, Part, map_parts
+from tinygrad_nv.tile.language.gpu.held import Held, Part, copy_part, map_parts
 from tinygrad_nv.tile.language.gpu.indices import find_choice, first_indices
 from tinygrad_nv.tile.language.gpu.layout import LANE_BITS, Layout, absent, axes_with_padding, extents
+from tinygrad_nv.tile.language.gpu.shares import are_many, combine_shares
 from tinygrad_nv.tile.language.gpu.swaps import exchange_parts
 from tinygrad_nv.tile.language.gpu.values import Values
 from tinygrad_nv.tile.language.ir import Op, Region
@@ -117,7 +118,7 @@ class Collective(Values):
         """Returns what a region of scalars makes of scalars."""
         self.scopes.push()
         for argument, part in zip(region.arguments, given, strict=True):
-            self.put_scalar(argument, Lanes(self.kb, part.dtype, list(part.wide), part.packed))
+            self.put_scalar(argument, copy_part(part))
         self.region(region)
         made = [self.scalar(each) for each in region.yields]
         self.scopes.pop()
@@ -178,9 +179,10 @@ class Collective(Values):
         """Partial results of threads, combined by those among which bits of a layout lie."""
         over = [at for at, _ in layout.thread_bits(bits)]
         redux = over[:LANE_BITS] == list(range(LANE_BITS)) and fn in REDUX and dtype in REDUCED
-        if redux: some = self._by_redux(some, fn)
-        else: some = self._by_butterflies(combine, some, over)
         warps = [at for at in over if at >= LANE_BITS]
+        if warps and not redux and are_many(some, 1 << len(warps), dtype):
+            return combine_shares(self, combine, layout, some, over, dtype)
+        some = self._by_redux(some, fn) if redux else self._by_butterflies(combine, some, over)
         read = partial(self._by_lanes, fn) if redux and len(warps) >= MANY_WARPS else self._over_places
         return self._across_warps(combine, layout, some, over, warps, dtype, read) if warps else some
 

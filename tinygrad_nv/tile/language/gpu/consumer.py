@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from tinygrad_nv.ptx.builder import Value as Register
 from tinygrad_nv.tile.lanes import Number, kind_of
 from tinygrad_nv.tile.language.gpu.control import Carried
-from tinygrad_nv.tile.language.gpu.dots import FP8, source_of
+from tinygrad_nv.tile.language.gpu.dots import FP8, Role, source_of
 from tinygrad_nv.tile.language.gpu.layout import absent
 from tinygrad_nv.tile.language.gpu.pipelines import Pipelines
+from tinygrad_nv.tile.language.gpu.pipelining import adds_alone
 from tinygrad_nv.tile.language.gpu.staged import SharedOperand
+from tinygrad_nv.tile.language.gpu.wgmma import halves_of
 from tinygrad_nv.tile.language.ir import Op
 from tinygrad_nv.tile.pipeline import Pipeline, PipelineState
 
@@ -49,11 +51,14 @@ class Consumer:
     def __init__(self, writer: Pipelines, op: Op, stages: Stages, carried: Carried) -> None:
         self.writer, self.kb, self.op, self.stages, self.carried = writer, writer.kb, op, stages, carried
         self.ring, self.at = stages.ring, stages.at
+        self.reads = any(load.result not in writer.assignment.staged for load in stages.places)
         self.first = writer.arena.address + stages.start
         self.last, self.empty = self.kb.reg("u32", 0), self.ring.empty_barriers()
         mine = writer.threads.first(31)
         assert mine is not None
         self.mine = mine
+        dots = [one for one in op.regions[0].walk() if one.name == "dot"]
+        self.adds = all(adds_alone(one, op, writer.assignment.uses) for one in dots)
         self.late = self._late() if self.ring.depth > 2 and not stages.has_inner_loops else {}
         self.early = [] if stages.has_inner_loops else self._early()
         self.chained = {dot for dot, position in self.late.items()
@@ -61,6 +66,9 @@ class Consumer:
         self.waited, self.unissued = True, False
         self.next_at = self._behind_early()
         for dot, position in self.late.items(): writer.late[dot] = carried.sums(position)
+        groups = {dot: self._groups_of(dot) for dot in self.late}
+        self.groups = sum(groups.values())      # of an iteration's products that stay in flight
+        for dot in filter(self._reads_registers, self.late): writer.groups_later[dot] = self.groups - 1
         if not self.early: return
         self.ring.wait(self.at)
         self._issue_early(self.first + self.at.stage * stages.stage_bytes)
@@ -85,14 +93,24 @@ class Consumer:
         return made
 
     def _stays_in_smem(self, dot: Op) -> bool:
-        """Whether a dot's operands stay where they are, in shared memory, until the next iteration."""
+        """Whether a dot's operands stay where they are until the next iteration: in shared memory, or in
+        registers that each iteration makes anew, where the loop has no other dots."""
         writer = self.writer
-        for operand in dot.operands[:2]:
-            source, _ = source_of(operand, writer.makers)
+        for side in range(2):
+            source, _ = source_of(dot.operands[side], writer.makers)
             if writer.makers.get(source) in self.stages.places: continue
             inside = any(source in one.results for one in self.op.regions[0].ops)
+            if inside and self.adds and not side and self._reads_registers(dot): continue
             if inside or source not in writer.in_shared: return False
         return True
+
+    def _reads_registers(self, dot: Op) -> bool:
+        source, flipped = source_of(dot.operands[0], self.writer.makers)
+        return self.writer.assignment.in_registers(source, Role(dot, 0, flipped))
+
+    def _groups_of(self, dot: Op) -> int:
+        plan = self.writer.assignment.plans[dot]
+        return len(halves_of(plan.depth // plan.step)) if self._reads_registers(dot) else 1
 
     def _early(self) -> list[EarlyDot]:
         """Dots that wait for their operands alone. There must be an iteration."""
@@ -149,7 +167,7 @@ class Consumer:
         self.more, self.further, self.waited = more, further, not self.late
         if not self.early: self.ring.wait(self.at)
         else:
-            self.kb.wgmma_wait(len(self.late))
+            self.kb.wgmma_wait(self.groups)
             for each in self.early: self.writer.done[each.op] = each.sums
         self.unissued = bool(self.early)
         self.stage = self.first + self.at.stage * self.stages.stage_bytes
@@ -175,18 +193,23 @@ class Consumer:
 
     def _wait(self, groups: int) -> None:
         self.kb.wgmma_wait(groups)
-        self.ring.release(self.empty, self.last, self.mine & self.further)
+        self._release(self.last, self.mine & self.further)
         self.waited = True
 
     def end(self) -> None:
         """Gives back the stage, or, where products stay in flight, the one before. Where the ring goes on
         behind the loop, products that were issued early read the last stage until they are waited for."""
         if self.unissued: self._issue_next()
-        if not self.waited: self._wait(len(self.late) + len(self.early))
+        if not self.waited: self._wait(self.groups + len(self.early))
         if self.late or self._releases_after_loop: self.last.set(self.at.stage)
-        if self._releases_after_loop: self.ring.release(self.empty, self.at.stage, self.mine & self.more)
-        elif not self.late: self.ring.release(self.empty, self.at.stage, self.mine)
+        if self._releases_after_loop: self._release(self.at.stage, self.mine & self.more)
+        elif not self.late: self._release(self.at.stage, self.mine)
         self.at.advance()
+
+    def _release(self, stage: Register, when: Register) -> None:
+        """Gives back a stage: all lanes have read what goes to registers."""
+        if self.reads: self.kb.emit("bar.warp.sync", -1)
+        self.ring.release(self.empty, stage, when)
 
     @property
     def _releases_after_loop(self) -> bool:
@@ -199,8 +222,8 @@ class Consumer:
         self.kb.wgmma_wait(0)
         if not self.stages.again: return
         ran = start < stop if isinstance(start, Register) else stop > start
-        if isinstance(ran, Register): self.ring.release(self.empty, self.last, self.mine & ran)
-        elif ran: self.ring.release(self.empty, self.last, self.mine)
+        if isinstance(ran, Register): self._release(self.last, self.mine & ran)
+        elif ran: self._release(self.last, self.mine)
 
 
 @dataclass(frozen=True, eq=False)

@@ -151,7 +151,10 @@ def pair_parts(singles: Sequence[Part]) -> list[Part]:
     made: list[Part] = []
     for a, b in zip(singles[::2], singles[1::2], strict=True):
         one = a or b
-        made.append(None if one is None else Lanes(one.kb, one.dtype, [(a or one).at(0), (b or one).at(0)]))
+        if one is None: made.append(None)
+        elif one.halves:
+            made.append(Lanes(one.kb, one.dtype, halves=[(a or one).half(0), (b or one).half(0)]))
+        else: made.append(Lanes(one.kb, one.dtype, [(a or one).at(0), (b or one).at(0)]))
     return made
 
 

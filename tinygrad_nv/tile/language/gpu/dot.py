@@ -23,7 +23,7 @@ from tinygrad_nv.tile.language.gpu.held import Held
 from tinygrad_nv.tile.language.gpu.layout import LANE_BITS, Layout, bits_of
 from tinygrad_nv.tile.language.gpu.staged import ALIGN, BlockCopy, SharedOperand, from_registers, tile_in_smem
 from tinygrad_nv.tile.language.gpu.values import Values
-from tinygrad_nv.tile.language.gpu.wgmma import PROMOTED_K, GroupOperand, issue
+from tinygrad_nv.tile.language.gpu.wgmma import PROMOTED_K, GroupOperand, issue, issue_in_halves
 from tinygrad_nv.tile.language.ir import Op, Region, Value
 
 READ_AHEAD = 4      # fragments of 16 columns between their ldmatrix and their products
@@ -39,6 +39,7 @@ class Dots(Values):
         self.in_shared: dict[Value, SharedOperand] = {}
         self.done: dict[Op, Sums] = {}      # products that a loop has issued an iteration ahead
         self.late: dict[Op, Sums] = {}      # where products go that the loop around them waits for
+        self.groups_later: dict[Op, int] = {}   # of those with a left operand in registers: wgmma.py
         self.flying: set[Op] = set()        # whose products are waited for by the loop around them
         self.kept: dict[Op, list[dict[int, list[Register]]]] = {}    # left operands of a loop: steps, 16 rows
         self._readers: dict[tuple[object, ...], Fragments] = {}
@@ -175,6 +176,8 @@ class Dots(Values):
         left, right = self._group_left(op, plan, roles[0], steps), self._group_operand(op, plan, roles[1])
         if kinds[0] in FP8 and not (fresh and plan.depth <= PROMOTED_K):
             return self._promote_sums(plan, kinds, sums, left, right, fresh)
+        if op in self.groups_later and not isinstance(left, GroupOperand):
+            return issue_in_halves(self, plan, kinds, sums, left, right, self.groups_later[op])
         issue(self, plan, kinds, sums, left, right, fresh, range(steps))
         if op not in self.flying and op not in self.late: self.kb.wgmma_wait(0)
 

@@ -28,7 +28,8 @@ MOST_COLUMNS = 256
 
 @dataclass(frozen=True)
 class DotPlan:
-    """A dot of (m, k) and (k, n), and how many warps there are along rows and columns of the result."""
+    """A dot of (m, k) and (k, n), and how many warps there are along rows and columns of the result.
+    `k_major`: elements of a column of the right operand lie side by side."""
     kind: Kind
     m: int
     n: int
@@ -36,10 +37,11 @@ class DotPlan:
     warps_m: int
     warps_n: int
     step: int = LEAST       # elements of k that are multiplied at once
+    k_major: bool = False
 
     def layout(self, thread_bits: int) -> Layout:
         """Returns the layout of the accumulator."""
-        if self.kind == "fma": return spread((self.m, self.n), thread_bits)
+        if self.kind == "fma": return spread((self.m, self.n), thread_bits, self.k_major, self.warps_m > 1)
         return accumulator((self.m, self.n), self.warps_m, self.warps_n, self.kind == "wgmma")
 
     @property
@@ -104,7 +106,8 @@ def plan_dot(op: Op, roles: Sequence[Role], rows: bool, warps: int, arch: str) -
     (m, k), n = a.shape, b.shape[1]
     exact = a.dtype == dtypes.float32 and not op.attributes["tf32"]
     old = a.dtype in FP8 and arch < "sm_89"
-    if exact or old or min(m, n) < LEAST: return DotPlan("fma", m, n, k, 1, 1, 1)
+    if exact or old or min(m, n) < LEAST:
+        return DotPlan("fma", m, n, k, warps if rows else 1, 1, 1, not roles[1].mn_major)
     made = _plan_wgmma(op, roles, rows, warps) if arch == "sm_90a" else None
     if made is not None: return made
     warps_m, warps_n = _warps(m, n, warps, rows)

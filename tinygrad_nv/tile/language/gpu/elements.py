@@ -86,7 +86,7 @@ def _emit(kb: Kernel, opcode: str, kind: str, *operands: Number) -> Value:
 # **** floats ****
 
 def _float(kb: Kernel, row: Operation, dtype: DType, given: Sequence[Lanes]) -> Lanes:
-    two = any(part.packed is not None or len(part.wide) > 1 for part in given)
+    two = any(part.several for part in given)
     if two and dtype in FLOAT16S and row.ptx_pair:
         return Lanes(kb, dtype, [], _pair(kb, row, FLOAT16S[dtype], given))
     if row.name == "sin": wide = each_lane(given, lambda x: _sine(kb, x))

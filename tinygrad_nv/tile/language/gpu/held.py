@@ -77,8 +77,10 @@ def _join_registers(kb: Kernel, source: Held, registers: Sequence[int | None], d
     if len(set(there)) == 1 and len(there) == 2:
         part = source.parts[there[0] // source.width]
         assert part is not None
-        if part.wide and len(part.wide) == 1: return part
-        return Lanes(kb, dtype, [part.at(there[0] % source.width)])
+        if len(part.wide) == 1 or not part.several: return part
+        at = there[0] % source.width
+        if not part.wide and dtype in FLOAT16S: return Lanes(kb, dtype, halves=[part.half(at)])
+        return Lanes(kb, dtype, [part.at(at)])
     if source.width == len(there) and there[0] % source.width == 0 and there[-1] == there[0] + len(there) - 1:
         return source.parts[there[0] // source.width]
     return Lanes(kb, dtype, [source.element(each) for each in there])
@@ -124,9 +126,13 @@ def copy_held(held: Held) -> Held:
     known: dict[int, Part] = {}
     for part in held.parts:
         if id(part) not in known:
-            known[id(part)] = None if part is None else Lanes(part.kb, part.dtype, list(part.wide),
-                                                              part.packed)
+            known[id(part)] = None if part is None else copy_part(part)
     return Held(held.dtype, held.shape, held.layout, [known[id(part)] for part in held.parts])
+
+
+def copy_part(part: Lanes) -> Lanes:
+    """A part that can be converted without changing the other."""
+    return Lanes(part.kb, part.dtype, list(part.wide), part.packed, list(part.halves))
 
 
 # **** registers ****

@@ -38,6 +38,7 @@ from tinygrad_nv.tile.language.gpu.show import (
     show_registers,
     show_roles,
 )
+from tinygrad_nv.tile.language.gpu.sides import exchange_sides
 from tinygrad_nv.tile.language.gpu.sorting import Sorting
 from tinygrad_nv.tile.language.gpu.specialised import Specialised
 from tinygrad_nv.tile.language.ir import Op, Program, Value
@@ -107,6 +108,7 @@ def _show_limits(state: Writing) -> str:
 
 def _assign(state: Writing) -> None:
     s = state.schedule
+    state.program = exchange_sides(state.program, s.warp_count, state.arch)
     state.assignment = Assignment(state.program, s.warp_count, s.vector_width, state.arch)
 
 

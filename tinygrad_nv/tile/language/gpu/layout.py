@@ -140,6 +140,14 @@ class Layout:
         return Layout((0, *(bit + 1 for bit in self.registers)),
                       tuple(NONE if bit == NONE else bit + 1 for bit in self.threads))
 
+    def with_run(self, axis: range) -> Layout:
+        """The layout with the registers in an order that has elements side by side along an axis first."""
+        first: list[int] = []
+        for bit in axis:
+            if bit not in self.registers: break
+            first.append(bit)
+        return Layout((*first, *(bit for bit in self.registers if bit not in first)), self.threads)
+
     def run(self, axis: range) -> int:
         """So many registers side by side hold elements side by side along an axis of these bits."""
         count = 0
@@ -221,18 +229,21 @@ def accumulator(shape: Sequence[int], warps_m: int, warps_n: int, grouped: bool 
     return Layout(registers, (*lanes, *warps))
 
 
-def spread(shape: Sequence[int], thread_bits: int) -> Layout:
-    """A tile (m, n) of sums of float32 in ordinary arithmetic: four columns side by side in a thread, lanes
-    and warps over both axes, as square as may be."""
+def spread(shape: Sequence[int], thread_bits: int, k_major: bool = False, rows: bool = False) -> Layout:
+    """A tile (m, n) of sums of float32 in ordinary arithmetic: lanes and warps over both axes, as square as
+    may be, or with `rows` warps over rows first. A thread has four columns side by side; two, as mma has,
+    where elements of a column of the right operand lie side by side (`k_major`): the columns of eight lanes
+    then lie in different banks."""
     of = extents(tuple(shape))
     row, column = list(of.of_axis(0)), list(of.of_axis(1))
-    spare = max(of.bits - thread_bits, 0)
-    first = min(2, len(column), spare)
+    spare, (own, across) = max(of.bits - thread_bits, 0), (1, 2) if k_major else (2, 3)
+    first = min(own, len(column), spare)
     registers, column = column[:first], column[first:]
     threads: list[int] = []
-    for _ in range(min(3, len(column))): threads.append(column.pop(0))
+    for _ in range(min(across, len(column))): threads.append(column.pop(0))
     while len(threads) < thread_bits and (row or column):
-        threads.append((row if row and (len(row) >= len(column) or not column) else column).pop(0))
+        down = row and (not column or len(row) >= len(column) or (rows and len(threads) >= LANE_BITS))
+        threads.append((row if down or (k_major and row and len(threads) < LANE_BITS) else column).pop(0))
     return Layout((*registers, *column, *row), tuple(threads + [NONE] * (thread_bits - len(threads))))
 
 

@@ -1,7 +1,8 @@
 """Loads, stores and atomics of a program.
 
 Protocol: a block is accessed in vectors as wide as its layout, its place and its tensor's alignment allow. A
-result that threads hold copies of is loaded by all of them, and stored or changed by the first alone. A store
+result that threads hold copies of is loaded by all of them, and stored or changed by the first alone. Floats
+are added in vectors from sm_90 on, where nothing looks at the elements before. A store
 of a large tile whose lanes do not fill sectors goes to a layout of wide vectors first, within warps
 (swaps.py) or by way of shared memory. A tensor that the program writes is in order: a barrier stands between
 what one thread writes and another reads.
@@ -9,6 +10,7 @@ what one thread writes and another reads.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from tinygrad.dtype import dtypes
 
@@ -215,22 +217,32 @@ class Memory(Values):
         result = op.result
         layout = self.assignment.layout(result) if result.shape else self.assignment.nowhere
         tensor = self._tensor(op, True)
+        needed, fn = bool(self.assignment.uses.get(result)), op.attributes["fn"]
         at = self._places(op, tensor, offsets, mask, layout)
-        at.group = 1
+        if needed or fn != "add" or tensor.dtype != dtypes.float32 or not self.kb.hopper: at.group = 1
         held, gone = self.value(value, layout), absent(layout, result.shape)
-        needed = bool(self.assignment.uses.get(result))
+        if at.group > 1: return self._add_vectors(at, held, gone)
         mine, kind = self.threads.first(layout.copies), kind_of(tensor.dtype)
         found: list[Number | None] = []
         for register in range(layout.count):
             if gone[register]: found.append(None)
             else:
-                found.append(self._atomic(op.attributes["fn"], at.address(register), held.element(register),
-                                          kind,
-                                            at.guard(register, mine), needed))
+                found.append(self._atomic(fn, at.address(register), held.element(register), kind,
+                                          at.guard(register, mine), needed))
         if not needed: return
         made = Held(result.dtype, result.shape, layout, self.parts(result.dtype, result.shape, layout, found))
         if layout.copies: made = self.from_first(made)
         self.scopes.put(result, made)
+
+    def _add_vectors(self, at: _Offsets, held: Held, gone: Sequence[bool]) -> None:
+        """Adds floats that lie side by side at once."""
+        mine = self.threads.first(held.layout.copies)
+        for register in range(0, held.layout.count, at.group):
+            if gone[register]: continue
+            some = [held.element(register + i) for i in range(at.group)]
+            given = [each if isinstance(each, Register) else self.kb.reg("f32", each) for each in some]
+            self.kb.emit(f"red.relaxed.gpu.global.add.v{at.group}.f32", at.address(register).at(), given,
+                         guard=at.guard(register, mine))
 
     def _atomic(self, fn: str, address: Register, value: Number, kind: str, guard: Register | None,
                 needed: bool) -> Number:

@@ -26,7 +26,7 @@ from tinygrad_nv.tile.language.gpu.arena import Access
 from tinygrad_nv.tile.language.gpu.control import Control
 from tinygrad_nv.tile.language.gpu.dot import Dots
 from tinygrad_nv.tile.language.gpu.pipelining import LoopPlan, can_recompute
-from tinygrad_nv.tile.language.gpu.staged import ALIGN, BlockCopy, SharedOperand, tile_in_smem
+from tinygrad_nv.tile.language.gpu.staged import ALIGN, BlockCopy, SharedOperand, tile_in_smem, to_registers
 from tinygrad_nv.tile.language.ir import Op, Region
 
 
@@ -150,7 +150,9 @@ class Pipelines(Dots, Control):
         """Loads that have been copied ahead, or go to shared memory at once."""
         if op.name != "load_block": return False
         if op in self.bound:
-            self.in_shared[op.result] = self.bound[op]
+            if op.result in self.assignment.staged: self.in_shared[op.result] = self.bound[op]
+            else: self.put(op.result, to_registers(self, self.bound[op], self.assignment.layout(op.result),
+                                                   op.result.shape))
             return True
         return self.stage(op)
 

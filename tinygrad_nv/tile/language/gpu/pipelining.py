@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tinygrad_nv.tile.language.gpu.assign import Assignment
 from tinygrad_nv.tile.language.gpu.dots import FP8, source_of
-from tinygrad_nv.tile.language.ir import STORES, Op, Program, Region, Value
+from tinygrad_nv.tile.language.gpu.layout import extents
+from tinygrad_nv.tile.language.ir import STORES, Op, Program, Value
 from tinygrad_nv.tile.language.ranges import Ranges
 
 LEAST_IN_FLIGHT = 3     # stages, beyond which products stay in flight: else too few copies are on their way
@@ -73,14 +74,17 @@ def list_attempts(program: Program, assignment: Assignment, loops: dict[Op, list
     ctas = sm_count if loops and sm_count < math.prod(program.grid) and _alike(program, loops) else 0
     loads = {op: found for op in every if op not in loops and (found := ahead_of(op, assignment))}
     flying = {op: in_flight(op, assignment) for op in loads}
+    needed = {op: [one for one in found if one.result in assignment.staged] for op, found in loops.items()}
     made = []
     for most in range(ahead + 1, 0, -1) if ahead else (1,):
         for outer in (2, 1) if nested else (1,):
             stages = Depth(depth, most)
-            plans = {op: _by_tma(op, loops, stages, outer) for op in loops}
+            plans = {op: _by_tma(op, needed, stages, outer) for op in loops}
             plans.update({op: _by_threads(stages.of(op), found, flying[op]) for op, found in loads.items()
                           if stages.of(op) >= 2})
-            made += [Attempt(stages, Production(loops, outer, count), plans)
+            ample = {op: replace(plan, loads=loops.get(op, plan.loads)) for op, plan in plans.items()}
+            made += [Attempt(stages, Production(some, outer, count), each)
+                     for some, each in [(loops, ample)] * (loops != needed) + [(needed, plans)]
                      for count in ([ctas, 0] if ctas else [0])]
     return made
 
@@ -110,6 +114,19 @@ def inner_loops(op: Op, loops: Mapping[Op, object]) -> bool:
 def ahead_of(op: Op, assignment: Assignment) -> list[Op]:
     """Loads of a loop for dots alone, whose places follow from its index, of tensors that it does not
     write."""
+    return [one for one in _foreseen(op, assignment) if one.result in assignment.staged]
+
+
+def read_ahead(op: Op, assignment: Assignment) -> list[Op]:
+    """Such loads for registers, of whole rows: of them TMA can make what threads would load themselves."""
+    return [one for one in _foreseen(op, assignment)
+            if one.result not in assignment.roles and 0 < len(one.result.shape) <= 2
+            and one.attributes["sizes"][-1] > 0 and one.attributes["other"] == 0
+            and extents(one.result.shape).exact]
+
+
+def _foreseen(op: Op, assignment: Assignment) -> list[Op]:
+    """Loads of blocks whose places follow from a loop's index, of tensors that it does not write."""
     region = op.regions[0]
     written = {one.attributes["tensor"] for one in region.walk() if one.name in STORES}
     made = {each: one for one in region.ops for each in one.results}
@@ -117,7 +134,7 @@ def ahead_of(op: Op, assignment: Assignment) -> list[Op]:
     def follows(value: Value) -> bool:
         if value not in made: return value not in region.arguments[1:]
         return can_recompute(made[value], assignment.program) and all(map(follows, made[value].operands))
-    return [one for one in region.ops if one.name == "load_block" and one.result in assignment.staged
+    return [one for one in region.ops if one.name == "load_block"
             and one.attributes["tensor"] not in written and all(map(follows, one.operands))]
 
 
@@ -134,14 +151,15 @@ def in_flight(op: Op, assignment: Assignment) -> list[Op]:
     nothing else of the body knows; empty where there are others, too."""
     region = op.regions[0]
     dots = [one for one in region.walk() if one.name == "dot" and assignment.plans[one].kind == "wgmma"]
-    return dots if all(_alone(one, op, region, assignment) for one in dots) else []
+    staged = all(source_of(each, assignment.makers)[0] in assignment.staged
+                 for one in dots for each in one.operands[:2])
+    return dots if staged and all(adds_alone(one, op, assignment.uses) for one in dots) else []
 
 
-def _alone(dot: Op, op: Op, region: Region, assignment: Assignment) -> bool:
-    total = dot.operands[2]
+def adds_alone(dot: Op, op: Op, uses: Mapping[Value, list[Op]]) -> bool:
+    """Whether a dot adds to what a loop carries, of which nothing else of the body knows."""
+    region, total = op.regions[0], dot.operands[2]
     if total not in region.arguments or dot not in region.ops: return False
     if dot.operands[0].dtype in FP8: return False
-    place, uses = region.arguments.index(total) - 1, assignment.uses
-    sources = [source_of(each, assignment.makers)[0] for each in dot.operands[:2]]
-    return region.yields[place] is dot.result and uses[total] == [dot] and uses[dot.result] == [op] and \
-        all(each in assignment.staged for each in sources)
+    place = region.arguments.index(total) - 1
+    return region.yields[place] is dot.result and uses[total] == [dot] and uses[dot.result] == [op]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from tinygrad_nv.tile.fragments import STEP_BYTES
 from tinygrad_nv.tile.language.gpu.assign import Assignment
-from tinygrad_nv.tile.language.gpu.pipelining import Depth, ahead_of, can_recompute
+from tinygrad_nv.tile.language.gpu.pipelining import Depth, ahead_of, can_recompute, read_ahead
 from tinygrad_nv.tile.language.gpu.staged import tile_in_smem
 from tinygrad_nv.tile.language.ir import Op, Program, Region, Value
 from tinygrad_nv.tile.layout import MAP_DTYPES, MOST_BOX, MOST_RANK
@@ -60,6 +60,8 @@ class _Search:
         kinds = {self.assignment.plans[dot].kind for dot in op.regions[0].walk() if dot.name == "dot"}
         if kinds != {"wgmma"} or not all(self._by_tma(one, own) for one in loads): raise NotProduced
         if not all(self._is_known(each, indices) for each in op.operands[:3]): raise NotProduced
+        if not inner and "pipe" not in op.attributes:
+            loads += [one for one in read_ahead(op, self.assignment) if self._by_tma(one, own)]
         if loads: yield op, loads
         yield from inner
 
@@ -74,9 +76,10 @@ class _Search:
         tensor, value = self.program.tensor(op.attributes["tensor"]), op.result
         size, sizes = tensor.dtype.itemsize, op.attributes["sizes"]
         if tensor.dtype not in MAP_DTYPES or not 2 <= len(sizes) <= MOST_RANK: return False
-        if tensor.of or not tensor.is_dense: return False
+        if tensor.of or tensor.among or not tensor.is_dense: return False
+        if tensor.symbolic is not None and value not in self.assignment.staged: return False
         if any(stride * size % 16 for stride in tensor.strides[:-1]): return False
         tile = tile_in_smem(*self.assignment.smem_extents(value), value.dtype)
-        if value.shape != (tile.rows, tile.row_bytes // size): return False
+        if (1, *value.shape)[-2:] != (tile.rows, tile.row_bytes // size): return False
         if tile.span < STEP_BYTES or tile.rows > MOST_BOX or tensor.output: return False
         return all(self._is_known(each, indices) for each in op.operands)

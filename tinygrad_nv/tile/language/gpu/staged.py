@@ -14,10 +14,10 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.ptx.builder import Value as Register
 from tinygrad_nv.tile.lanes import Number
-from tinygrad_nv.tile.language.gpu.access import store
-from tinygrad_nv.tile.language.gpu.convert import Writer, inside
-from tinygrad_nv.tile.language.gpu.held import Held
-from tinygrad_nv.tile.language.gpu.layout import absent, extents
+from tinygrad_nv.tile.language.gpu.access import fetch, store
+from tinygrad_nv.tile.language.gpu.convert import Writer, convert_layout, inside, pair_parts
+from tinygrad_nv.tile.language.gpu.held import Held, Part
+from tinygrad_nv.tile.language.gpu.layout import Layout, absent, extents
 from tinygrad_nv.tile.language.ir import TensorParameter
 from tinygrad_nv.tile.language.ranges import Known
 from tinygrad_nv.tile.layout import SharedTile
@@ -80,6 +80,27 @@ def from_registers(writer: Writer, held: Held, to: SharedOperand) -> None:
         store(kb, at.base, at.offset, parts, count, guard, "shared",
                register % held.width if count == 1 else 0)
     arena.unfenced = True
+
+
+def to_registers(writer: Writer, found: SharedOperand, wanted: Layout, shape: tuple[int, ...]) -> list[Part]:
+    """Reads a tile that fills its rows and columns."""
+    kb, tile, size = writer.kb, found.tile, found.dtype.itemsize
+    of, last = extents(shape), len(shape) - 1
+    layout = wanted.with_run(of.of_axis(last))
+    row = writer.threads.coordinate(layout, shape, 0) if last else 0
+    places = Places(kb, tile, swizzle_offset(tile, _as_u32(writer, row), _as_u32(
+        writer, writer.threads.coordinate(layout, shape, last)) * size))
+    places.at_stage(writer.arena.address if found.base is None else found.base)
+    count = min(layout.run(of.of_axis(last)), CHUNK // size, layout.count)
+    parts: list[Part] = []
+    for register in range(0, layout.count, count):
+        index = layout.indices[register]
+        first = of.coordinate(index, 0) if last else 0
+        at = places(tile.plain(first, of.coordinate(index, last) * size), found.start)
+        assert isinstance(at.base, Register)
+        parts += fetch(kb, at.base, at.offset, found.dtype, count, space="shared")
+    if count == 1 < layout.count: parts = pair_parts(parts)
+    return convert_layout(writer, Held(found.dtype, shape, layout, parts), wanted).parts
 
 
 def _as_u32(writer: Writer, value: Register | int) -> Register:

@@ -76,11 +76,42 @@ def group_number(writer: Writer, plan: DotPlan, side: int) -> Register:
         return made & plan.groups_m - 1
 
 
-def issue(writer: Writer, plan: DotPlan, kinds: tuple[DType, DType], sums: Mapping[int, Register],
-          left: GroupOperand | Mapping[tuple[int, int], Sequence[Register]], right: GroupOperand, fresh: bool,
-          steps: range, some: Sequence[int] | None = None) -> None:
+Left = GroupOperand | Mapping[tuple[int, int], Sequence[Register]]     # registers by rows and step
+
+
+def issue(writer: Writer, plan: DotPlan, kinds: tuple[DType, DType], sums: Mapping[int, Register], left: Left,
+          right: GroupOperand, fresh: bool, steps: range, some: Sequence[int] | None = None) -> None:
     """wgmmas of some steps, and of the 64 rows that begin at `some` of a warpgroup's; `fresh`: the sums have
     been nothing. They are waited for elsewhere."""
+    writer.kb.wgmma_fence()
+    _emit(writer, plan, kinds, sums, left, right, fresh, steps, some)
+    writer.kb.wgmma_commit()
+
+
+def halves_of(steps: int) -> list[range]:
+    """Steps in the groups of `issue_in_halves`."""
+    half = -(-steps // 2)
+    return [range(at, min(at + half, steps)) for at in range(0, steps, half)]
+
+
+def issue_in_halves(writer: Writer, plan: DotPlan, kinds: tuple[DType, DType], sums: Mapping[int, Register],
+                    left: Mapping[tuple[int, int], Sequence[Register]], right: GroupOperand,
+                    later: int) -> None:
+    """All wgmmas, of a left operand in registers, in two groups, while those of the iteration before are in
+    flight: `later` groups that were issued behind a group's own of that iteration may stay there. An operand
+    is moved behind the wait: ptxas waits for all groups where registers were written ahead of the last wait
+    (C7513)."""
+    kb = writer.kb
+    for steps in halves_of(plan.depth // plan.step):
+        kb.wgmma_wait(later)
+        moved = {at: [kb.reg("b32", each) for each in four] for at, four in left.items() if at[1] in steps}
+        kb.wgmma_fence()
+        _emit(writer, plan, kinds, sums, moved, right, False, steps)
+        kb.wgmma_commit()
+
+
+def _emit(writer: Writer, plan: DotPlan, kinds: tuple[DType, DType], sums: Mapping[int, Register], left: Left,
+          right: GroupOperand, fresh: bool, steps: range, some: Sequence[int] | None = None) -> None:
     kb, layout, columns = writer.kb, plan.layout(writer.threads.bits), bits_of(plan.n)
     width = plan.columns // plan.groups_n
     trans = (isinstance(left, GroupOperand) and left.mn_major, right.mn_major)
@@ -90,10 +121,8 @@ def issue(writer: Writer, plan: DotPlan, kinds: tuple[DType, DType], sums: Mappi
         places = [layout.numbers.get(m + 8 * (i >> 1 & 1) << columns | 8 * (i >> 2) + (i & 1), -1)
                   for i in range(width // 2)]
         rows[m] = [sums[i] if i in sums else kb.reg(types_of(*kinds)[:3]) for i in places]
-    kb.wgmma_fence()
     for step in steps:
         b = right.descriptor(0, step)
         for m, acc in rows.items():
             a = left.descriptor(m, step) if isinstance(left, GroupOperand) else left[m, step]
             kb.wgmma(shape, types_of(*kinds), acc, a, b, not fresh or step > steps.start, trans=trans)
-    kb.wgmma_commit()
