@@ -40,7 +40,8 @@ def list_kinds(f: Fields) -> list[str]:
         return [FULL if i in full else CONV for i in range(layers)]
     kinds: list[str] = f.each_layer("layer_types")
     if unknown := [kind for kind in kinds if kind not in (FULL, CONV)]:
-        raise ModelError(f"{f.name}: layer type {brief(unknown[0])} is not supported", f"{FULL} or {CONV}")
+        raise ModelError(f"{f.name}: layer_types has {brief(unknown[0])}, which is not supported",
+                         f"{FULL} or {CONV}")
     return kinds
 
 

@@ -29,7 +29,8 @@ def list_kinds(f: Fields) -> list[str]:
         return [LINEAR if (i + 1) % every else FULL for i in range(f.positive("num_hidden_layers"))]
     kinds: list[str] = f.each_layer("layer_types")
     if unknown := [kind for kind in kinds if kind not in (FULL, LINEAR)]:
-        raise ModelError(f"{f.name}: layer type {brief(unknown[0])} is not supported", f"{FULL} or {LINEAR}")
+        raise ModelError(f"{f.name}: layer_types has {brief(unknown[0])}, which is not supported",
+                         f"{FULL} or {LINEAR}")
     return kinds
 
 

@@ -158,7 +158,22 @@ QUICK_OWN = {"alpha", "no biases", "no norm", "temperature", "chunks of 12", "de
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
            "shared_expert_intermediate_size": 40, "intermediate_size_mlp": 56}
 LATENT = ("DeepseekV2", "DeepseekV3")
-MIXTURES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GptOss", "Llama4", *LATENT)
+# layers that keep states, and attention
+DELTA = {"linear_key_head_dim": 4, "linear_value_head_dim": 6, "linear_num_key_heads": 2,
+         "linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"]}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8,
+         "shared_intermediate_size": 40}
+HYBRID: dict[str, dict[str, Any]] = {
+    "Lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+    "Lfm2Moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "Qwen3Next": DELTA, "Qwen3_5": DELTA, "Qwen3_5Moe": DELTA,
+    "Bamba": {**MAMBA, "attn_layer_indices": [1]}, "FalconH1": {**MAMBA, "mamba_d_ssm": 64},
+    "GraniteMoeHybrid": {**MAMBA, "layer_types": DELTA["layer_types"]},
+    "Mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2},
+    "NemotronH": {"layers_block_type": ["linear_attention", "full_attention"], "mamba_num_heads": 4,
+                  "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2}}
+MIXTURES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GptOss", "Llama4", "Lfm2Moe", "Qwen3Next",
+            "Qwen3_5Moe", "GraniteMoeHybrid", *LATENT)
 SIZES = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 12,
          "qk_rope_head_dim": 8, "v_head_dim": 6, "first_k_dense_replace": 1, "n_routed_experts": 4,
          "n_group": 1, "topk_group": 1}
@@ -182,7 +197,8 @@ def tried() -> list[Any]:
 
 def raw_config(family: str, fields: dict[str, Any]) -> dict[str, Any]:
     """config.json as a person would write it, which no class has completed."""
-    more = {**(EXPERTS if family in MIXTURES else {}), **(SIZES if family in LATENT else {})}
+    more = {**(EXPERTS if family in MIXTURES else {}), **(SIZES if family in LATENT else {}),
+            **HYBRID.get(family, {})}
     kind = getattr(transformers, f"{family}ForCausalLM").config_class.model_type
     return {**BASE, **more, "architectures": [f"{family}ForCausalLM"], "model_type": kind, **fields}
 
