@@ -35,7 +35,9 @@ TIED = "tie_word_embeddings"    # the head is outside the language model, so the
 # transformers has named the language model's tensors so, the first before its version 5
 PREFIXES = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
             "model.language_model.": "model.", "lm_head.": "lm_head."}
-BACKBONE = {"backbone.embeddings.weight": "model.embed_tokens.weight"}
+# of state-space models, the last in older files
+BACKBONE = dict.fromkeys(("backbone.embeddings.weight", "backbone.embedding.weight"),
+                         "model.embed_tokens.weight")
 VISUAL = ("visual.", "model.visual.")       # tensors of Qwen2.5-VL's vision tower
 
 
@@ -78,7 +80,7 @@ def language_entries(entries: dict[str, T]) -> dict[str, T]:
     if "embed_tokens.weight" in entries:    # of a model without its head, as embedding models are saved
         return {name if name == "lm_head.weight" else f"model.{name}": entry
                 for name, entry in entries.items()}
-    if "backbone.embeddings.weight" in entries:     # of state-space models
+    if not BACKBONE.keys().isdisjoint(entries):
         return {BACKBONE.get(name, name.replace("backbone.", "model.", 1)): entry
                 for name, entry in entries.items()}
     if not any(name.startswith(prefix) for name in entries for prefix in PREFIXES if prefix != "lm_head."):

@@ -7,19 +7,19 @@ Tensor method of that name is the same function: `q.scaled_dot_product_attention
 model trains with flash attention, forward and backward, without a change (`method`).
 
 `kv_append` and `paged_attention` are a decoder's steps over keys and values in pages, `latent_attention` one
-over latents (MLA), `linear_attention` one of layers that keep a state for each sequence, and `causal_conv`
-their short convolutions, `varlen_attention` is for sequences that lie one after the other,
-`document_attention` for documents that are packed into rows of a batch, as training has them, `fp8_attention`
-for operands of 8 bits with scales, `fp8_linear` a linear layer whose three matmuls of training are in FP8,
-`embedding` for rows of a table by number, `quant_matmul` for a quantised matrix, `scaled_matmul` for one
-whose codes are multiplied with codes of activations (W8A8, FP8), `sparse_matmul` for one that is 2:4 sparse,
-`dispatch` for mixtures of experts, made of `route`, `group_rows`, `grouped_matmul` and `grouped_outer`,
-`quant_grouped_matmul` for quantised experts, `scaled_grouped_matmul` where codes are multiplied with codes,
-`lora_added` for low-rank adapters, `cross_entropy` and `distillation` for losses of logits,
-`linear_cross_entropy` and `linear_distillation` for those of an output layer without all logits at once,
-`gate_up` for gated activations, `convolution` and `group_norm` for images whose channels lie side by side,
-`rotate_heads` for rotary positions, `dropout` for elements dropped by a counter: the modules of patterns/
-with these names define them (`LATER`).
+over latents (MLA), `linear_attention` and `selective_scan` those of layers that keep a state for each
+sequence, and `causal_conv` their short convolutions, `varlen_attention` is for sequences that lie one after
+the other, `document_attention` for documents that are packed into rows of a batch, as training has them,
+`fp8_attention` for operands of 8 bits with scales, `fp8_linear` a linear layer whose three matmuls of
+training are in FP8, `embedding` for rows of a table by number, `quant_matmul` for a quantised matrix,
+`scaled_matmul` for one whose codes are multiplied with codes of activations (W8A8, FP8), `sparse_matmul` for
+one that is 2:4 sparse, `dispatch` for mixtures of experts, made of `route`, `group_rows`, `grouped_matmul`
+and `grouped_outer`, `quant_grouped_matmul` for quantised experts, `scaled_grouped_matmul` where codes are
+multiplied with codes, `lora_added` for low-rank adapters, `cross_entropy` and `distillation` for losses of
+logits, `linear_cross_entropy` and `linear_distillation` for those of an output layer without all logits at
+once, `gate_up` for gated activations, `convolution` and `group_norm` for images whose channels lie side by
+side, `rotate_heads` for rotary positions, `dropout` for elements dropped by a counter: the modules of
+patterns/ with these names define them (`LATER`).
 """
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from tinygrad_nv.patterns.scaled_gemm.fp8 import Fp8Linear, fp8_linear
     from tinygrad_nv.patterns.scaled_gemm.named import scaled_matmul
     from tinygrad_nv.patterns.scaled_gemm.quantize import quantize
+    from tinygrad_nv.patterns.selective_scan import selective_scan
     from tinygrad_nv.patterns.sparse_gemm import sparse_matmul
     from tinygrad_nv.patterns.weights import (
         multiplies_codes,
@@ -118,6 +119,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "scaled_grouped_matmul",
     "scaled_matmul",
+    "selective_scan",
     "sparse_matmul",
     "varlen_attention",
     "weights_key",
@@ -152,6 +154,7 @@ LATER = {
     "patterns.scaled_gemm.fp8": "FP8_ALIGNED=ALIGNED FP8_FIGURES=SEEN FP8_KINDS=KINDS Fp8Linear fp8_linear",
     "patterns.scaled_gemm.named": "scaled_matmul",
     "patterns.scaled_gemm.quantize": "quantize",
+    "patterns.selective_scan": "selective_scan",
     "patterns.sparse_gemm": "sparse_matmul",
     "patterns.weights": "multiplies_codes multiplies_grouped_codes multiplies_sparse weights_key",
     "tile.router.spec": "Policy",

@@ -214,3 +214,54 @@ class BesideConfig:
         return self.mixer.parameters(hidden)
 
     def sizes(self, hidden: int) -> dict[str, tuple[Extent, ...]]: return self.mixer.sizes(hidden)
+
+
+@dataclass(frozen=True)
+class MambaConfig:
+    """Mamba (arXiv 2312.00752): `channels` with `state` states each; their time steps are projected of `rank`
+    elements. `bias` is that of projections in and out, `conv_bias` that of the convolution of `taps` taps. B,
+    C and what steps are projected of are normalised where there is a `norm_eps`, with weights unless they are
+    `weightless`. `name` is that of its module in a checkpoint."""
+    channels: int
+    state: int
+    rank: int
+    taps: int
+    bias: bool = False
+    conv_bias: bool = True
+    norm_eps: float | None = None
+    weightless: bool = False
+    name: str = "mixer"
+
+    @property
+    def selection(self) -> int:
+        """Elements of what steps are projected of, B and C of a token."""
+        return self.rank + 2 * self.state
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether there are norms with weights."""
+        return self.norm_eps is not None and not self.weightless
+
+    @property
+    def states(self) -> tuple[StateShape, ...]:
+        return (StateShape((self.taps - 1, self.channels)),
+                StateShape((self.state, self.channels), dtypes.float32))
+
+    @property
+    def width(self) -> int: return 7 * self.channels + 2 * self.selection
+
+    def parameters(self, hidden: int) -> int:
+        """Projections, taps, decays and skips, norms."""
+        made = 3 * hidden * self.channels + self.bias * (2 * self.channels + hidden)
+        made += self.channels * (self.taps + self.conv_bias + self.selection + self.rank + self.state + 2)
+        return made + self.selection * self.has_norms
+
+    def sizes(self, hidden: int) -> dict[str, tuple[Extent, ...]]:
+        given, channels, rank = ("hidden_size", hidden), ("channels", self.channels), ("rank", self.rank)
+        made: dict[str, tuple[Extent, ...]] = {
+            "in_proj.weight": (("2 × channels", 2 * self.channels), given), "dt_proj.bias": (channels,),
+            "x_proj.weight": (("rank + 2 × states", self.selection), channels),
+            "dt_proj.weight": (channels, rank), "conv1d.weight": (channels, ("1", 1), ("taps", self.taps)),
+            "A_log": (channels, ("states", self.state)), "D": (channels,),
+            "out_proj.weight": (given, channels)}
+        return {f"{self.name}.{name}": each for name, each in made.items()}

@@ -25,7 +25,8 @@ HYBRID = ["linear_attention", "full_attention"]
 # by default only logits are compared of these
 SLOW = ("deepseek-v2-lite", "deepseek-v3-halves", "mistral-narrow", "qwen2-moe-mixed", "qwen3-moe-one",
         "gpt-oss-narrow", "gemma3-narrow", "smollm3-windows", "deepseek-v3-dense-first", "lfm2-biases",
-        "qwen3.5-moe", "bamba-limits", "mamba2-tied", "granite-4", "falcon-h1-norms", "nemotron-h")
+        "qwen3.5-moe", "bamba-limits", "mamba2-tied", "granite-4", "falcon-h1-norms", "nemotron-h",
+        "mamba-biases", "jamba-dense")
 MIXED = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 
 
@@ -141,6 +142,13 @@ CASES = {
                                          "use_conv_bias": False}),
     "nemotron-h-latent": Case("NemotronH", {**NEMOTRON, "hybrid_override_pattern": "ME*E",
                                             "moe_latent_size": 32, "residual_in_fp32": True}),
+    "mamba": Case("Mamba", {"state_size": 8}),
+    "falcon-mamba": Case("FalconMamba", {"intermediate_size": 96, "time_step_rank": 5,
+                                         "tie_word_embeddings": False}),
+    "jamba": Case("Jamba", {"num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 1,
+                            "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 5,
+                            "num_experts_per_tok": 2, "intermediate_size": 48, "mamba_d_state": 8,
+                            "pad_token_id": 0}),
     # windows smaller than a page, odd widths, layers that are unlike, one expert, all experts
     "mistral-narrow": Case("Mistral", {"sliding_window": 3, "head_dim": 40, "num_key_value_heads": 1,
                                        "hidden_act": "gelu", "rope_parameters": YARN}),
@@ -167,6 +175,13 @@ CASES = {
                                         "use_sliding_window": True, "sliding_window": 7,
                                         "layer_types": MIXED, "attention_bias": True, "mlp_bias": True,
                                         "pad_token_id": 0}),
+    "mamba-biases": Case("Mamba", {"intermediate_size": 192, "state_size": 5, "conv_kernel": 3,
+                                   "use_bias": True, "use_conv_bias": False, "residual_in_fp32": False,
+                                   "time_step_rank": 7, "tie_word_embeddings": False}),
+    "jamba-dense": Case("Jamba", {"num_hidden_layers": 3, "attn_layer_period": 2, "attn_layer_offset": 0,
+                                  "num_experts": 1, "mamba_expand": 3, "mamba_dt_rank": 9,
+                                  "mamba_conv_bias": False, "mamba_proj_bias": True, "mamba_d_conv": 3,
+                                  "tie_word_embeddings": True, "pad_token_id": 0}),
     "deepseek-v3-dense-first": Case("DeepseekV3", {**LATENT, "q_lora_rank": None, "n_shared_experts": 3,
                                                    "first_k_dense_replace": 2, "num_hidden_layers": 3,
                                                    "n_routed_experts": 10, "n_group": 2, "topk_group": 1,
