@@ -1,7 +1,7 @@
 """A step over one batch of equally long sequences, with or without a contiguous KV cache."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from tinygrad import Tensor, UOp, dtypes
@@ -98,12 +98,13 @@ class SequencePart(Protocol):
 class DenseBatch:
     """The positions of the tokens (B, T) of a step: start, start + 1, … or those of `documents`, or of a
     `part` of each row. `ropes` are the tables of all positions; `lengths`, int32 (B,) in memory, is start + T
-    for a step with a cache."""
+    for a step with a cache. `written` is as in `PagedBatch`."""
     start: Position
     ropes: tuple[RopeTables, ...]
     lengths: Tensor | None = None
     documents: Documents | None = None
     part: SequencePart | None = None
+    written: list[Tensor] = field(default_factory=list, compare=False)
 
     def rope_rows(self, rope: int, T: int) -> RopeTables:
         """Rows of the tables of a rope for the tokens: (T, dim/2), or with documents (B, 1, T, dim/2)."""

@@ -191,8 +191,10 @@ class Llama:
                lengths: Tensor | None = None) -> Tensor:
         """The last layer's normalised output, (B, T, hidden), for tokens (B, T) at positions start, start +
         1, …"""
+        return self._hidden_states(tokens, self.batch_at(start, tokens.shape, cache, lengths), cache)
+
+    def _hidden_states(self, tokens: Tensor, batch: DenseBatch, cache: DenseKVCache | None) -> Tensor:
         x = self.embed(tokens)
-        batch = self.batch_at(start, tokens.shape, cache, lengths)
         for i, block in enumerate(self.blocks):
             with layer(f"layers.{i}"): x = block(x, batch, cache.layers[i] if cache else None)
         return self.normalise_last(x)
@@ -241,10 +243,13 @@ class Llama:
     def step(self, tokens: Tensor, start: Position, cache: DenseKVCache, last: Position = 0,
              lengths: Tensor | None = None) -> Tensor:
         """Appends tokens (B, T) to `cache` at `start`; float32 logits (B, vocab) of token `last` of these T.
-        `lengths`, int32 (B,), is start + T if it is in memory already."""
-        row = self.hidden_states(tokens, start, cache, lengths)[:, last:last + 1]
+        `lengths`, int32 (B,), is start + T if it is in memory already. Logits of a model with states are
+        realized, with these."""
+        batch = self.batch_at(start, tokens.shape, cache, lengths)
+        row = self._hidden_states(tokens, batch, cache)[:, last:last + 1]
         with layer("head"):
-            return self.logits(row).float().reshape(tokens.shape[0], self.config.vocab_size)
+            made = self.logits(row).float().reshape(tokens.shape[0], self.config.vocab_size)
+        return made.realize(*batch.written) if batch.written else made
 
     def step_paged(self, tokens: Tensor, batch: PagedBatch | Sequence[PagedBatch],
                    cache: PagedCache | HybridCache,

@@ -15,7 +15,7 @@ are read from memory: one captured step serves every batch of at most T tokens.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -87,10 +87,12 @@ class SequenceGroup:
 class PagedBatch:
     """The sequences of a step. `ropes` are tables of all positions that block tables reach. With
     `token_ropes`, cosines and sines (T, 1, dim/2) of each token and rope, queries and keys are rotated before
-    they come here: a token's place in its sequence is not what rotates it."""
+    they come here: a token's place in its sequence is not what rotates it. States that layers have `written`
+    are realized with the step's results."""
     groups: tuple[SequenceGroup, ...]
     ropes: tuple[RopeTables, ...]
     token_ropes: tuple[RopeTables, ...] | None = None
+    written: list[Tensor] = field(default_factory=list, compare=False)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pages: LayerPages, how: AttentionKind) -> Tensor:
         """Appends k and v (1, T, H_kv, D) to the pages, and returns attention of q (1, T, H, D)

@@ -3,7 +3,8 @@
 Protocol: `runs(batch, x)` cuts the tokens of x (B, T, …), taken as one row after the other, into `Run`s: each
 has a table of sequences (tile/linear_attention/spec.py), of one token each or of any number. `LayerStates`
 are a layer's states in pages (kvcache/store.py), in the order of its mixer's `states`. A mixer threads them
-through its functions of runs, by `over_runs`; what these return is joined again.
+through its functions of runs, by `over_runs`; what these return is joined again. States after a step are in
+the `written` of its batch, to be realized with its results.
 
     whole sequences     begin with zeros and leave nothing; in training they are plain tinygrad (plain.py)
     a contiguous cache  row b's states are page b's; rows at their start begin with zeros
@@ -124,5 +125,7 @@ def over_runs(batch: Batch, x: Tensor, states: LayerStates | States | None, shap
     for run in runs(batch, x, states is not None):
         out, own = fn(run, own)
         made.append(out)
+    # nothing of the step reads them, and tinygrad's own kernels write what is realized
+    if states is not None: batch.written.extend(own)
     joined = made[0] if len(made) == 1 else made[0].cat(*made[1:])
     return joined.reshape(*x.shape[:2], *joined.shape[1:])

@@ -3,7 +3,8 @@ place.
 
 Protocol. `causal_conv(x, weight, bias, windows, sequences)` gives each token's result, and changes the pages
 of windows as `Tensor.assign` does (tile/causal_conv/spec.py says what). Its body is the reference, and what
-runs wherever no kernel does. There is no gradient.
+runs wherever no kernel does. There is no gradient. Results and pages are realized together: each alone would
+run the kernel again.
 """
 from __future__ import annotations
 

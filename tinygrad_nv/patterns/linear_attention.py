@@ -3,7 +3,8 @@
 Protocol. `linear_attention(q, k, v, decay, beta, states, sequences)` gives each token's result, and changes
 the pages of states as `Tensor.assign` does (tile/linear_attention/spec.py says what, and what `sequences`
 has). Its body is the reference, and what runs wherever no kernel does: it costs as much as all tokens times
-all tokens. There is no gradient.
+all tokens. There is no gradient. Results and pages are realized together: each alone would run the kernel
+again.
 """
 from __future__ import annotations
 

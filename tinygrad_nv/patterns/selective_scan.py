@@ -3,6 +3,7 @@
 Protocol. `selective_scan(x, step, a, b, c, states, sequences)` gives each token's results, and changes the
 pages of states as `Tensor.assign` does (tile/selective_scan/spec.py says what). Its body is the reference,
 and what runs wherever no kernel does: it costs as much as all tokens times all tokens. There is no gradient.
+Results and pages are realized together: each alone would run the kernel again.
 """
 from __future__ import annotations
 

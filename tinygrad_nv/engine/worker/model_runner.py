@@ -416,7 +416,8 @@ class ModelRunner:
         if (stage := self.model.parallel) is not None and not stage.last:
             made.realize()
             return
-        self.output_buffer.logits(shape.samples).assign(made).realize()
+        written = [tensor for batch in batches for tensor in batch.written]
+        self.output_buffer.logits(shape.samples).assign(made).realize(*written)
 
     def _batch(self, shape: BatchShape, inputs: dict[str, Tensor], group: int) -> PagedBatch:
         """The sequences of a step, with their block tables of a group of layers."""
