@@ -17,10 +17,12 @@ from tinygrad_nv.tile.language import elements as E
 from tinygrad_nv.tile.language import linear as L
 from tinygrad_nv.tile.language import memory as M
 from tinygrad_nv.tile.language import values as V
+from tinygrad_nv.tile.language.gpu import build
 from tinygrad_nv.tile.language.ir import TensorParameter
 from tinygrad_nv.tile.language.memory import TensorRef
 from tinygrad_nv.tile.language.program import trace_program
 from tinygrad_nv.tile.language.schedule import TileSchedule
+from tinygrad_nv.tile.template import GPU
 
 F32, F16, BF16, S32 = dtypes.float32, dtypes.float16, dtypes.bfloat16, dtypes.int32
 S8, U8, E4M3, E5M2 = dtypes.int8, dtypes.uint8, dtypes.fp8e4m3, dtypes.fp8e5m2
@@ -62,6 +64,52 @@ def test_bfloat16(extents: tuple[int, int, int], block: tuple[int, int, int],
                   flipped: tuple[bool, bool]) -> None:
     """Rows that begin at multiples of 16 bytes, of 8, and of 2."""
     multiplied(BF16, extents, block, flipped)
+
+
+@orders
+def test_float32_in_a_loop_over_k(flipped: tuple[bool, bool]) -> None:
+    """Columns of the operands' tiles, 32 of k, where k lies along rows; as many rows where it does not."""
+    multiplied(F32, (64, 64, 192), (64, 64, 64), flipped)
+    multiplied(F32, (60, 50, 90), (64, 64, 96), flipped, stages=2)
+
+
+def test_the_loop_over_k_is_written_once() -> None:
+    """A block of 64 of k has as many instructions that multiply as one of 32."""
+    tensors = [ref("o", F32, 64, 64, out=True), ref("a", F32, 64, 64), ref("b", F32, 64, 64)]
+    schedule, found = TileSchedule(warps=4, stages=2), []
+    for k in (32, 64):
+        made = program(matmul, tensors, schedule, (1, 1),
+                       {"block": (64, 64, k), "flipped": (False, True), "tf32": False})
+        found.append(build(made, schedule, GPU("sm_80")).ptx.count("fma.rn.f32"))
+    assert found == [1024, 1024]
+
+
+def chained(o, a, b, c, *, rows, columns):
+    """(a bᵀ) c, as attention multiplies."""
+    i, j = C.block(0, rows), C.block(0, columns)
+    o[i, :] = L.dot(L.dot(a[i, :], b[j, :].T), c[j, :])
+
+
+@pytest.mark.parametrize(("rows", "columns", "warps"), [(64, 32, 4), (64, 16, 2), (16, 64, 4), (16, 64, 2),
+                                                        (32, 64, 2), (128, 32, 4)])
+def test_sums_that_are_multiplied_again_meet_no_bank_conflict(rows: int, columns: int, warps: int) -> None:
+    tensors = [ref("o", F32, rows, 64, out=True), ref("a", F32, rows, 64), ref("b", F32, columns, 64),
+               ref("c", F32, columns, 64)]
+    schedule = TileSchedule(warps=warps, stages=2)
+    made = program(chained, tensors, schedule, (1, 1), {"rows": rows, "columns": columns})
+    checked(made, schedule, ulps=0.5, integers=True)
+    _, report = launched(made, inputs(made), schedule, "sm_80", 0)
+    assert report.stats.bank_conflicts == {}
+
+
+def test_operands_are_copied_behind_the_kernel_ahead() -> None:
+    """Blocks that all programs load are fetched ahead into L2 where a thread has registers for them alone."""
+    tensors = [ref("o", F32, 64, 64, out=True), ref("a", F32, 64, 64), ref("b", F32, 64, 64)]
+    schedule = TileSchedule(warps=4, stages=2)
+    made = program(chained, [*tensors, ref("c", F32, 64, 64)], schedule, (1, 1), {"rows": 64, "columns": 64})
+    ptx = build(made, schedule, GPU("sm_90a"), pdl=True).ptx
+    assert 0 < ptx.index("griddepcontrol.wait") < ptx.index("cp.async")
+    assert "prefetch" not in ptx
 
 
 def test_float32_operands_of_a_warp_lie_in_different_banks() -> None:

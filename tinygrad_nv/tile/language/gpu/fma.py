@@ -2,7 +2,8 @@
 
 Protocol: sums are in the layout `spread`. For each four or so of k a thread reads, from shared memory, its
 rows of the left operand and its columns of the right one, 16 bytes at once where they lie side by side, and
-multiplies all with all, in the order of k.
+multiplies all with all, in the order of k: in a loop over columns of their tiles, or over ROWS rows, which is
+unrolled inside.
 """
 from __future__ import annotations
 
@@ -19,6 +20,9 @@ from tinygrad_nv.tile.language.gpu.layout import Layout, extents
 from tinygrad_nv.tile.language.gpu.staged import SharedOperand
 from tinygrad_nv.tile.ops import CHUNK, Places, swizzle_offset
 
+ROWS = 32               # of k, of operands of which none has them side by side
+ROWS_OF_SWIZZLE = 8     # rows after which a tile is swizzled as before
+
 
 def multiply_add(writer: Writer, plan: DotPlan, layout: Layout, sums: Mapping[int, Register],
                left: tuple[SharedOperand, Role], right: tuple[SharedOperand, Role]) -> None:
@@ -27,11 +31,22 @@ def multiply_add(writer: Writer, plan: DotPlan, layout: Layout, sums: Mapping[in
     sides = [_Side(writer, layout, (plan.m, plan.n), *each) for each in (left, right)]
     integer = left[0].dtype in (dtypes.int8, dtypes.uint8)
     opcode = "mad.lo.s32" if integer else "fma.rn.f32"
-    for k in range(plan.k):
-        for register, total in sums.items():
-            index = layout.indices[register]
-            a, b = (side.element(of.coordinate(index, axis), k) for axis, side in enumerate(sides))
-            kb.emit(opcode, total, a, b, total)
+
+    def multiply(count: int) -> None:
+        for k in range(count):
+            for register, total in sums.items():
+                index = layout.indices[register]
+                a, b = (side.element(of.coordinate(index, axis), k) for axis, side in enumerate(sides))
+                kb.emit(opcode, total, a, b, total)
+    at_once = max((side.k_at_once for side in sides if side.k_at_once), default=ROWS)
+    alike = all(side.k_at_once in (0, at_once) for side in sides)
+    if not alike or at_once % ROWS_OF_SWIZZLE or plan.k % at_once or plan.k == at_once:
+        return multiply(plan.k)
+    with kb.loop(0, plan.k // at_once):
+        for side in sides: side.begin()
+        multiply(at_once)
+        for side in sides: side.advance(at_once)
+    return None
 
 
 class _Side:
@@ -47,12 +62,24 @@ class _Side:
             kb.emit("mov.b32", mn, own)
             row, column = (zero, mn) if role.mn_major else (mn, zero)
             self.places = Places(kb, found.tile, swizzle_offset(found.tile, row, column * self.size))
-        self.places.at_stage(found.address(writer))
+        self.start = kb.reg("u32", found.address(writer))
+        # of k in one column of the tile; 0 where rows of the tile are k
+        self.k_at_once = 0 if role.mn_major else found.tile.span // self.size
         of = extents(shape)
         most = min(CHUNK // self.size, found.tile.row_bytes // self.size)
         self.count = most
         if role.mn_major: self.count = min(layout.run(of.of_axis(1)), most) if role.side else 1
+        self.begin()
+
+    def begin(self) -> None:
+        """Reads from where the operand begins."""
+        self.places.at_stage(self.start)
         self.known: dict[tuple[int, int], list[Number]] = {}
+
+    def advance(self, count: int) -> None:
+        """Moves on by so many of k: whole columns of the tile, or rows."""
+        tile = self.found.tile
+        self.start += count * tile.span if self.role.mn_major else tile.rows * tile.span
 
     def element(self, mn: int, k: int) -> Number:
         """Returns what is `mn` after the thread's own row or column, at `k`."""

@@ -23,6 +23,7 @@ from functools import cached_property, lru_cache
 
 LANE_BITS = 5
 NONE = -1
+NARROW = 16         # columns of float32 that are 64 bytes
 SCANNED_BITS = 3    # of an axis of which a thread has as much at least
 
 
@@ -233,7 +234,8 @@ def spread(shape: Sequence[int], thread_bits: int, k_major: bool = False, rows: 
     """A tile (m, n) of sums of float32 in ordinary arithmetic: lanes and warps over both axes, as square as
     may be, or with `rows` warps over rows first. A thread has four columns side by side; two, as mma has,
     where elements of a column of the right operand lie side by side (`k_major`): the columns of eight lanes
-    then lie in different banks."""
+    then lie in different banks, and so do the sums of half a warp where they are stored as the next operand,
+    swizzled by every row, or in rows of 64 bytes by every second one (tile/layout.py)."""
     of = extents(tuple(shape))
     row, column = list(of.of_axis(0)), list(of.of_axis(1))
     spare, (own, across) = max(of.bits - thread_bits, 0), (1, 2) if k_major else (2, 3)
@@ -241,9 +243,13 @@ def spread(shape: Sequence[int], thread_bits: int, k_major: bool = False, rows: 
     registers, column = column[:first], column[first:]
     threads: list[int] = []
     for _ in range(min(across, len(column))): threads.append(column.pop(0))
+    if k_major and len(row) > 2:
+        row[:3] = (row[0], row[2], row[1]) if shape[1] <= NARROW else (row[1], row[2], row[0])
     while len(threads) < thread_bits and (row or column):
-        down = row and (not column or len(row) >= len(column) or (rows and len(threads) >= LANE_BITS))
-        threads.append((row if down or (k_major and row and len(threads) < LANE_BITS) else column).pop(0))
+        lane, left = len(threads) < LANE_BITS, thread_bits - len(threads)
+        down = k_major if lane else rows and k_major and len(row) > left
+        if not down: down = len(row) >= len(column) + (0 if lane else first)
+        threads.append((row if row and (down or not column) else column).pop(0))
     return Layout((*registers, *column, *row), tuple(threads + [NONE] * (thread_bits - len(threads))))
 
 

@@ -109,7 +109,8 @@ class Memory(Values):
         thread asks for a line."""
         ops = self.program.body.ops
         for op in ops[ops.index(first):]:
-            if op.name != "load_block" or self.program.tensor(op.attributes["tensor"]).output: continue
+            if op.name != "load_block" or op.result in self.assignment.staged: continue
+            if self.program.tensor(op.attributes["tensor"]).output: continue
             known = [self.ranges.of(each) for each in op.operands]
             if any(each.low != each.high or self.scopes.get(start) is None
                    for each, start in zip(known, op.operands, strict=True)): continue
