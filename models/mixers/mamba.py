@@ -12,8 +12,6 @@ from __future__ import annotations
 from tinygrad import Tensor
 from tinygrad.dtype import DType
 
-from tinygrad_nv import functional as F
-
 from ..config import ModelConfig
 from ..layers import Linear, RMSNorm, StoredLinear, normalise
 from .config import MambaConfig
@@ -61,11 +59,9 @@ class Mamba:
         decay = (-self.decay.float().exp()).transpose(0, 1).contiguous()
 
         def scan(run: Run, states: States) -> tuple[Tensor, States]:
-            made, windows = F.causal_conv(rows[run.first:run.end], self.weight.squeeze(1), self.conv_bias,
-                                          states[0], run.table, silu=True, single=run.single)
+            made, windows = run.convolve(rows, self.weight, self.conv_bias, states[0], silu=True)
             step, keys, queries = self.choose(made)
-            out, after = F.selective_scan(made, step, decay, keys, queries, states[1], run.table,
-                                          single=run.single)
+            out, after = run.scan(made, step, decay, keys, queries, states[1])
             return (out + made.float() * self.skip.float()).contiguous(), (windows, after)
         made = over_runs(batch, x, cache, own.states, scan, self.dtype)
         made = made * gate.float().silu().reshape(made.shape)

@@ -8,6 +8,7 @@ from tinygrad import Tensor
 
 from tinygrad_nv.tile.linear_attention.reference import invert
 
+SCAN_CHUNK = 8  # of a selective scan: decays of pairs are held for each element of a state
 CHUNK = 64      # tokens that are computed together: arXiv 2412.06464 has as many
 
 
@@ -53,3 +54,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, 
         state = state * total[:, :, n].exp().unsqueeze(-1) + left[:, :, n].transpose(-1, -2) @ new
     out = Tensor.cat(*made, dim=2)[:, :, :T]
     return out.transpose(1, 2).cast(dtype).contiguous()
+
+
+def scan(x: Tensor, step: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """`selective_scan` of x and step (B, T, E), a (N, E), b and c (B, T, N): float32 (B, T, E). Chunks of
+    tokens, of which each has the decays since all that are before it."""
+    B, T = (int(n) for n in x.shape[:2])
+    pad = -T % SCAN_CHUNK
+
+    def cut(each: Tensor) -> Tensor:
+        """(B, chunks, size, …)."""
+        return each.float().pad(((0, 0), (0, pad), (0, 0))).reshape(B, -1, SCAN_CHUNK, each.shape[-1])
+    x, step, b, c = (cut(each) for each in (x, step, b, c))
+    i, j = Tensor.arange(SCAN_CHUNK).reshape(-1, 1), Tensor.arange(SCAN_CHUNK).reshape(1, -1)
+    summed, new = step.cumsum(2).unsqueeze(3) * a, (b.unsqueeze(-1) * (step * x).unsqueeze(3)).contiguous()
+    state, made = Tensor.zeros(B, *a.shape, device=x.device), []
+    for n in range(int(x.shape[1])):
+        own = summed[:, n].contiguous()                                                 # (B, C, N, E)
+        gap = own.unsqueeze(2) - own.unsqueeze(1)                                       # (B, C, C, N, E)
+        left = (i >= j).reshape(1, SCAN_CHUNK, SCAN_CHUNK, 1, 1).where(gap, -float("inf")).exp()
+        states = own.exp() * state.unsqueeze(1) + (left * new[:, n].unsqueeze(1)).sum(2)
+        made.append((states * c[:, n].unsqueeze(-1)).sum(2))
+        state = states[:, -1].contiguous()
+    return Tensor.cat(*made, dim=1)[:, :T].contiguous()

@@ -82,6 +82,14 @@ class Run:
         return plain.attend(q, k, v, decay, rate, scale).flatten(0, 1), states
 
 
+    def scan(self, x: Tensor, step: Tensor, a: Tensor, b: Tensor, c: Tensor,
+             states: Tensor) -> tuple[Tensor, Tensor]:
+        """`selective_scan` of the run's x, steps, b and c."""
+        if not self.whole: return F.selective_scan(x, step, a, b, c, states, self.table, single=self.single)
+        x, step, b, c = (each.reshape(self.whole, -1, each.shape[-1]) for each in (x, step, b, c))
+        return plain.scan(x, step, a, b, c).flatten(0, 1), states
+
+
 def runs(batch: Batch, x: Tensor, cached: bool) -> list[Run]:
     """The runs of tokens x (B, T, …); `cached`: with states."""
     if isinstance(batch, PagedBatch):
