@@ -42,7 +42,8 @@ def checked(case: Append) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("more", [
-    {}, {"half": 16}, {**ALL, "interleaved": True}, {"d": 24, "d_v": 40}, {"d": 6, "half": 3},
+    {}, {"half": 16}, {"half": 8, "q_heads": 9, "heads": 1}, {**ALL, "interleaved": True},
+    {"d": 24, "d_v": 40}, {"d": 6, "half": 3},
     {**ALL, "d": 50, "half": 11, "heads": 3, "angles": F16, "interleaved": True}], ids=str)
 def test_one_row(more: dict[str, Any]):
     """Rows whose page is none write nothing."""

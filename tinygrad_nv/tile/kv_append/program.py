@@ -106,9 +106,10 @@ def narrow(x: Tile, dtype: DType, inverse: Tile | None) -> Tile:
 
 
 def heads_of(spec: AppendSpec, blocks: Blocks, name: str) -> int:
-    """Heads of a program: as many as make the elements of a block, of the halves of a rotation, and no more
-    than there are."""
+    """Heads of a program: all, of one that has a row; else as many as make the elements of a block, and no
+    more than there are."""
     heads = spec.q_heads if name == "q" else spec.heads
+    if is_one_program(spec, blocks): return heads
     width = spec.d_v if name == "v" else spec.d
     return min(heads, 1 << max(1, blocks.columns // width).bit_length() - 1)
 
