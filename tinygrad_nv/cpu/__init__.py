@@ -9,7 +9,6 @@ returns a `CPUKernel`.
   gemm/       gemv/ (few rows), blocked/, amx.py; templates.py finds the schedule, tune.py a faster one
   attention/  flash.py and backward/
   decode/     attention of few queries over a cache
-  kv_append   new keys and values into pages
   sampling/   filters, choices and counts of tokens
   embedding   rows of a table, and the sums of its gradient
   conv        the blocked GEMM, whose left operand is packed from images

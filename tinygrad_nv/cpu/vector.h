@@ -46,10 +46,16 @@ INLINE vf min_(vf a, vf b) { return pick(a < b, a, b); }
 INLINE vf abs_(vf a) { return as_f(as_i(a) & 0x7fffffff); }
 INLINE vf sqrt_(vf a) { return __builtin_elementwise_sqrt(a); }
 // to the nearest integer, ties to even
+#if defined(__x86_64__) && W == 16 && AVX512
+INLINE vf round_(vf a) { return (vf)__builtin_ia32_rndscaleps_mask(a, 8, a, (u16)0xffff, 4); }
+#elif defined(__x86_64__) && W == 8 && HAVE_FMA
+INLINE vf round_(vf a) { return (vf)__builtin_ia32_roundps256(a, 8); }
+#else
 INLINE vf round_(vf a) {
   vf x = abs_(a), n = pick(x < 0x1p23f, (x + 0x1p23f) - 0x1p23f, x);
   return as_f(as_i(n) | (as_i(a) & (s32)0x80000000));
 }
+#endif
 INLINE vi iota_(void) { vi x; for (int i = 0; i < W; i++) x[i] = i; return x; }
 
 // The sum of all lanes, halves added to halves: the same order whatever the processor.

@@ -43,6 +43,7 @@ def checked(case: Append, gpu: NVDevice) -> None:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("more", [
     {}, {"half": 16}, ALL, {**ALL, "interleaved": True}, {"d": 24, "d_v": 40}, {"d": 20, "half": 4},
+    {"d": 6}, {"half": 3},
     {**ALL, "d": 128, "heads": 3, "angles": F16}], ids=str)
 def test_one_row(gpu: NVDevice, more: dict[str, Any]):
     checked(append([0, 1, 7, 8, 9, 24], **more), gpu)
@@ -145,10 +146,8 @@ def test_rows_of_one_element_are_copied(hopper: NVDevice):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("arch", "more", "words"), [
-    ("sm_90a", {"d": 6}, "heads of 6 and 6 elements: no vectors of 4 that are aligned"),
-    ("sm_90a", {"half": 3}, "6 of them rotated: no vectors"),
-    ("sm_80", {"kv": E4M3}, "sm_80 converts nothing to e4m3: sm_89 does"),
-    ("sm_80", {"kv": E5M2}, "sm_80 converts nothing to e5m2: sm_89 does")], ids=str)
+    ("sm_80", {"kv": E4M3}, "8-bit floats: conversions begin with sm_89, this is sm_80"),
+    ("sm_80", {"kv": E5M2}, "8-bit floats: conversions begin with sm_89, this is sm_80")], ids=str)
 def test_falls_back_with_a_reason(arch: str, more: dict[str, Any], words: str):
     opened = device(arch=arch)
     case = append([0, 9, 16], **more)
@@ -157,8 +156,8 @@ def test_falls_back_with_a_reason(arch: str, more: dict[str, Any], words: str):
     assert words in str(lowered)
     found, expected = run(case, opened.device), wanted(case)
     # tinygrad rounds to e4m3 in two steps, and has no subnormals of it
-    rough = {"rtol": 2.0**-3, "atol": 2.0**-6} if "kv" in more else {"rtol": 2e-3, "atol": 2e-3}
-    for name, x in expected.items(): torch.testing.assert_close(found[name].float(), x.float(), **rough)
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name].float(), x.float(), rtol=2.0**-3, atol=2.0**-6)
 
 
 def test_parts_of_one_tensor(hopper: NVDevice):

@@ -15,7 +15,6 @@ from tinygrad.dtype import DType
 from tests.support.patterns.append_case import Append, append, fetched, infinite, run, same, stored, wanted
 from tests.support.patterns.paged_case import numbers
 from tinygrad_nv import Tensor, Variable, explain
-from tinygrad_nv.cpu import kv_append as template
 from tinygrad_nv.cpu.isa import PORTABLE, why_not
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.errors import SpecError
@@ -25,6 +24,7 @@ from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.rope import RopeConfig
 from tinygrad_nv.patterns.kv_append.named import kv_append
 from tinygrad_nv.runtime.cpu.program import load
+from tinygrad_nv.tile.templates import TABLE
 
 F32, F16, BF16, S8 = dtypes.float32, dtypes.float16, dtypes.bfloat16, dtypes.int8
 E4M3, E5M2 = dtypes.fp8e4m3, dtypes.fp8e5m2
@@ -42,7 +42,8 @@ def checked(case: Append) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("more", [
-    {}, {"half": 16}, {**ALL, "interleaved": True}, {"d": 24, "d_v": 40}, {"d": 6, "half": 3},
+    {}, {"half": 16}, {"half": 8, "q_heads": 9, "heads": 1}, {**ALL, "interleaved": True},
+    {"d": 24, "d_v": 40}, {"d": 6, "half": 3},
     {**ALL, "d": 50, "half": 11, "heads": 3, "angles": F16, "interleaved": True}], ids=str)
 def test_one_row(more: dict[str, Any]):
     """Rows whose page is none write nothing."""
@@ -90,7 +91,7 @@ def test_parts_are_worth_a_thread():
     def parts(rows: int) -> int:
         case = append([64], rows=rows, size=8, pages=8, heads=8, d=128, dtype=F32)
         (kernel,) = explain(*kv_append(**case.tensors("CPU"))).kernels
-        return template.default(kernel.spec, replace(host(), threads=4, isa=PORTABLE)).parts
+        return TABLE.choose(kernel.spec, replace(host(), threads=4, isa=PORTABLE)).parts
     assert (parts(1), parts(64)) == (1, 4)
 
 
@@ -101,7 +102,7 @@ def test_pages_that_are_not_stored_are_not_written():
     page, names = int(case.given["table"][0, 1]), ("k_pages", "v_pages", "k", "v", "table")
     for there, written in ((page, False), (page + 1, True)):
         arrays = [case.given[name].numpy().copy() for name in names]
-        made = template.build(replace(spec, stored=there), template.default(spec, host()))
+        made = TABLE.build(replace(spec, stored=there), TABLE.choose(spec, host()), host())
         load(made)(*arrays, np.array([16], np.int32))
         for name, x in zip(names[:2], arrays, strict=False):
             assert (x != case.given[name].numpy()).any() == written

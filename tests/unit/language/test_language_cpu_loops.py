@@ -345,3 +345,37 @@ def test_a_loop_that_is_compiled_once():
     wanted = (x * 0.5 ** np.arange(4, -1, -1)[:, None]).sum(0)
     np.testing.assert_array_equal(halve_rows(*given).numpy(), wanted)
     assert "unroll(disable)" in halve_rows.source(*given)
+
+
+@kernel(grid=(6,))
+def to_pages(x: KTile["R", "N", f32], at: KTile["R", int32], out: OTile["P", 2, "H", f32]):
+    row, n = tile.program_id(0), tile.block(0, 20)
+    page = at[row]
+    out[page, 0, n] = x[row, n]
+    out[page, 1, n] = x[row, tile.block(20, 20)] + 1.0
+
+
+def test_whether_a_page_is_there_is_asked_ahead_of_the_loop():
+    """A program whose page is none writes nothing."""
+    pages = np.array([2, -1, 0, 3, 9, 1], np.int32)
+    found, text = run(to_pages, X, pages, np.zeros((4, 2, 20), np.float32))
+    wanted = np.zeros((4, 2, 20), np.float32)
+    for row, page in enumerate(pages):
+        if 0 <= page < 4: wanted[page] = X[row, :20], X[row, 20:] + 1
+    np.testing.assert_array_equal(found[0], wanted)
+    assert text.index("if ((u64)") < text.index("for (s64 j")
+    assert text.count("if ((u64)") == 1
+
+
+@kernel(grid=(6,))
+def turned(x: KTile["R", "N", f32], out: OTile["R", "N", f32]):
+    a, b = tile.deinterleave(x[tile.program_id(0), :])
+    out[tile.program_id(0), :] = tile.interleave(tile.sqrt(a * a), b * 3.0)
+
+
+def test_pairs_are_computed_once():
+    """One loop over pairs of vectors stores both."""
+    found, text = run(turned, X)
+    np.testing.assert_array_equal(found[0][:, ::2], np.abs(X[:, ::2]))
+    np.testing.assert_array_equal(found[0][:, 1::2], 3 * X[:, 1::2])
+    assert text.count("sqrt_(") == 1

@@ -7,7 +7,7 @@ branch for all.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tinygrad.dtype import dtypes
 
@@ -47,6 +47,24 @@ class Columns(Emitter):
                 self.line(target.write(outer, column, each))
         self.beside = self.half = ()
 
+    def is_interleaved(self, value: Value) -> bool:
+        """Whether a value's vectors are made in pairs."""
+        form = self.forms[value]
+        return isinstance(form, Op) and form.name == "interleave"
+
+    def each_column(self, half: str, size: int) -> Iterator[str]:
+        """The columns of both vectors that are made of those at `half`, of rows of `size`: where the second
+        is beyond the end, inside of a branch."""
+        self.half, self.beside = (half,), (f"(2 * ({half}))", f"(2 * ({half}) + W)")
+        yield self.beside[0]
+        if size // PAIR % self.lanes == 0: yield self.beside[1]
+        else:
+            known = self.memo
+            with self.braces(f"if ({self.beside[1]} < {size})"):
+                self.memo = dict(known)
+                yield self.beside[1]
+        self.half = self.beside = ()
+
     def place(self, op: Op) -> None:
         if op.name == "where_needed": self._give_forms(op)
         super().place(op)
@@ -69,6 +87,14 @@ class Columns(Emitter):
             if number // PAIR < len(self.half): at = self.half[number // PAIR]
         a, b = (self.vector(each, outer, at) for each in op.operands)
         return f"({kind}){'highs' if at != pair and number % PAIR else 'lows'}_((vi){a}, (vi){b})"
+
+    def _lazy_deinterleave(self, op: Op, outer: Sequence[str], column: str, uniform: bool) -> str:
+        source, odd = op.operands[0], op.attributes["odd"]
+        if uniform: return self.vector(source, outer, f"(2 * ({column}) + {odd})", True)
+        if op.result.shape[-1] % self.lanes: self.view(source)     # whose rows have room for a vector more
+        pair = [self.vector(source, outer, f"(2 * ({column}){more})") for more in ("", " + W")]
+        places = map(str, range(odd, PAIR * self.lanes, PAIR))
+        return f"__builtin_shufflevector({', '.join([*pair, *places])})"
 
     def _lazy_where_needed(self, op: Op, outer: Sequence[str], column: str, uniform: bool) -> str:
         result, (test, other) = op.result, op.operands

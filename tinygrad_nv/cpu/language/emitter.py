@@ -50,6 +50,7 @@ class Emitter(Text):
         self.region_now = program.body
         self.facts, self.ranges, self.users = Facts(program), ranges, uses(program.body)
         self.flags: dict[Op, str] = {}
+        self.given: tuple[str, ...] = ()          # conditions that hold where lines are written
         self.first: dict[Op, list[Value]] = {}   # values that the loop that ends with a store reads first
         self.grouped, self.groups = grouped, grouped[program.body]  # of the region that is written
         self.loop_now: Op | None = None           # the innermost loop, and what it carries that is one loop
@@ -145,6 +146,7 @@ class Emitter(Text):
             terms.append(f"{index} * {stride}ll")
             if not self.ranges.inside(tensor, axis, starts, max(size, 1)):
                 inside.append(f"(u64){index} < (u64){self.extent(tensor, axis)}")
+        inside = [each for each in inside if each not in self.given]
         first = f"(s64){self.scalar(starts[last])}" if last >= 0 else "0"
         return " + ".join(terms), first, " && ".join(inside) or "1", last
 

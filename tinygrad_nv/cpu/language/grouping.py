@@ -13,7 +13,7 @@ from tinygrad_nv.tile.language.ranges import Ranges
 
 Groups = Mapping[Region, Mapping[Op, list[Op]]]
 LAZY = {"apply", "cast", "bitcast", "broadcast", "load_block", "load", "iota", "reshape", "interleave",
-        "where_needed"}
+        "deinterleave", "where_needed"}
 
 
 def group_stores(program: Program, ranges: Ranges) -> Groups:

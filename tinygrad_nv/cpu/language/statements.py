@@ -17,7 +17,7 @@ from tinygrad_nv.cpu.language.grouping import keeps_columns
 from tinygrad_nv.cpu.language.loops import LoopEmitter
 from tinygrad_nv.cpu.language.views import View, vector
 from tinygrad_nv.tile.expression import Constant, short
-from tinygrad_nv.tile.gemm.spec import FLOAT16S
+from tinygrad_nv.tile.gemm.spec import FLOAT16S, FP8
 from tinygrad_nv.tile.language.ir import Op, TileType, Value
 from tinygrad_nv.tile.operations import LANGUAGE_OPERATIONS
 
@@ -294,11 +294,31 @@ NOINLINE void sort_{kind}{'_down' * down}({element} *p, s64 n, s64 stride) {{
 
     def do_store_block(self, op: Op) -> None:
         if (group := self.groups[op])[-1] is not op: return
-        shape = op.operands[-1].shape
         for each in group: self.flag(each)
-        with self.loops(shape or (1,)) as (outer, column):
-            for value in self.first.get(op, ()): self.vector(value, outer if shape else [], column, not shape)
-            for each in group: self._store_vector(each, outer if shape else [], column)
+        tests = {self._list_tests(each) for each in group}
+        if len(tests) > 1 or tests == {()}: return self._store_group(group)
+        self.given, = tests
+        with self.braces(f"if ({' && '.join(self.given)})"): self._store_group(group)
+        self.given = ()
+
+    def _list_tests(self, op: Op) -> tuple[str, ...]:
+        """Returns the conditions under which the rows of a block are there, where they are one for all of the
+        loop; none where there is no loop."""
+        *starts, value = op.operands
+        sizes, outer = op.attributes["sizes"], ["0"] * (len(value.shape) - 1)
+        if not value.shape or any(size and not self.ranges.inside(self.tensor(op), axis, starts, size)
+               for axis, size in enumerate(sizes)): return ()
+        inside = self.row_pointer(op, starts, outer)[2]
+        return () if inside == "1" else tuple(inside.split(" && "))
+
+    def _store_group(self, group: Sequence[Op]) -> None:
+        """Writes stores that are one loop."""
+        op, shape = group[-1], group[-1].operands[-1].shape
+        pairs = any(self.is_interleaved(self._skip_rounding(each.operands[-1])) for each in group)
+        with self.loops((*shape[:-1], shape[-1] // 2) if pairs else shape or (1,)) as (outer, column):
+            for at in self.each_column(column, shape[-1]) if pairs else (column,):
+                for value in self.first.get(op, ()): self.vector(value, outer if shape else [], at, not shape)
+                for each in group: self._store_vector(each, outer if shape else [], at)
 
     def _store_vector(self, op: Op, outer: Sequence[str], column: str) -> None:
         *starts, value = op.operands
@@ -323,10 +343,12 @@ NOINLINE void sort_{kind}{'_down' * down}({element} *p, s64 n, s64 stride) {{
         return self.line(f"{head}{{ {inside}; }}")
 
     def _skip_rounding(self, value: Value) -> Value:
-        """Returns what a store of 16 bits rounds to the value."""
+        """Returns what a store of fewer than 32 bits rounds, or cuts, to the value."""
         form = self.forms[value]
-        if not isinstance(form, Op) or form.name != "cast" or value.dtype not in FLOAT16S: return value
-        return form.operands[0] if form.operands[0].dtype == dtypes.float32 else value
+        if not isinstance(form, Op) or form.name != "cast" or value.dtype.itemsize > 2: return value
+        source, short = form.operands[0], value.dtype in (*FLOAT16S, *FP8)
+        wide = dtypes.float32 if short else dtypes.int32
+        return source if source.dtype == wide and value.dtype != dtypes.bool else value
 
     def _scatter(self, op: Op, row: str, first: str, inside: str, last: int, made: str, column: str,
                  size: int) -> None:

@@ -2,5 +2,5 @@
 
   spec.py       rotary embedding, rounding and scatter of new keys and values
   reference.py  the same in plain tinygrad
-  kernel.py     the template: sm_80 and later
+  program.py    the kernel, a program of the tile language
 """

@@ -32,8 +32,6 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.decode.spec import BYTES, Pages, Scales
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.gemm.spec import FP8
-from tinygrad_nv.tile.limits import MOST_GRID
 
 FLOATS = (dtypes.float32, dtypes.bfloat16, dtypes.float16)
 
@@ -135,32 +133,3 @@ class AppendSpec:
         if self.q is not None: words.append(f"q of {self.q_heads} heads")
         if self.v is None: words.append("no values")
         return ", ".join(words)
-
-
-def vector(spec: AppendSpec) -> int:
-    """Elements that a thread moves at once: 8 or 4, so that all accesses are aligned and of whole words; 0
-    where neither does."""
-    extents = [spec.d, spec.d_v]
-    if spec.rope is not None: extents += [2 * spec.rope.half if spec.rope.interleaved else spec.rope.half,
-                                          spec.d - 2 * spec.rope.half]
-    operands = [x for x in (spec.k, spec.v, spec.k_pages, spec.v_pages, spec.q) if x is not None]
-    for count in (8, 4):
-        whole = not any(extent % count for extent in extents)
-        if whole and all(x.alignment_bytes >= min(16, count * x.dtype.itemsize)
-                         for x in operands): return count
-    return 0
-
-
-def problems(spec: AppendSpec, arch: str) -> list[str]:
-    """Why no kernel can do it; empty when one can."""
-    out = []
-    if not vector(spec):
-        rotated = f", {2 * spec.rope.half} of them rotated" if spec.rope else ""
-        out.append(f"heads of {spec.d} and {spec.d_v} elements{rotated}: no vectors of 4 that are aligned")
-    stored = [pages.dtype for pages in (spec.k_pages, spec.v_pages) if pages is not None]
-    if arch < "sm_89":
-        out += [f"{arch} converts nothing to {short(dtype)}: sm_89 does"
-                for dtype in dict.fromkeys(stored) if dtype in FP8]
-    for name, count in (("requests", spec.batch), ("rows", spec.rows)):
-        if count > MOST_GRID: out.append(f"{count} {name}, at most {MOST_GRID}")
-    return out

@@ -244,6 +244,17 @@ def interleave(x: Operand, y: Operand) -> Tile:
     return Tile(current().emit("interleave", [a.value, b.value], [TileType(a.dtype, shape)])[0])
 
 
+def deinterleave(x: Tile) -> tuple[Tile, Tile]:
+    """The elements of even indices along the last axis, and those of odd ones: the real and the imaginary
+    numbers of pairs."""
+    if not isinstance(x, Tile) or not x.shape or x.shape[-1] % 2:
+        fail(f"tile.deinterleave of {describe(x)}",
+             "a tile with an even number of elements along its last axis")
+    to = TileType(x.dtype, (*x.shape[:-1], x.shape[-1] // 2))
+    even, odd = (Tile(current().emit("deinterleave", [x.value], [to], {"odd": odd})[0]) for odd in (0, 1))
+    return even, odd
+
+
 def where_needed(condition: Operand, compute: Callable[[], Operand], other: Operand) -> Tile:
     """`compute()` where the condition holds, else `other`. Threads of a GPU and vectors of a CPU for no
     element of which it holds leave the computation out: one of elements, without loads, reductions, loops."""

@@ -94,6 +94,8 @@ class _Run:
         if op.result.dtype == dtypes.float16: return words.view(np.float16).astype(np.float32)
         return (words.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
+    def do_deinterleave(self, op: Op, x: Any) -> Any: return x[..., op.attributes["odd"]::2]
+
     def do_interleave(self, op: Op, x: Any, y: Any) -> Any:
         return np.stack([x, y], -1).reshape(op.result.shape)
 

@@ -12,6 +12,7 @@ arguments and yields carry what changes. Operations, with operands → results a
     cast, bitcast x     → tile                      [dtype of the result]
     halves       x      → tile                      words of 32 bits as two of [dtype], a new last axis
     interleave   x y    → tile                      in turn along the last axis
+    deinterleave x      → tile                      [odd]: every second element along the last axis
     broadcast    x      → tile                      extents of 1, and missing leading ones, are repeated
     reshape      x      → tile                      row-major order stays
     transpose    x      → tile                      [permutation]

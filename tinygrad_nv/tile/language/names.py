@@ -16,7 +16,7 @@ _MODULES = {
     "memory": ("arange", "load", "store", "atomic_add", "atomic_max", "atomic_min"),
     "elements": ("zeros", "ones", "where", "maximum", "minimum", "clamp", "exp", "exp2",
                  "exp2_nonpositive", "log", "log2", "log_normal", "log_near_one", "rotate_left", "interleave",
-                 "where_needed",
+                 "deinterleave", "where_needed",
                  "sqrt", "rsqrt", "reciprocal", "sin", "cos", "sigmoid", "tanh", "erf", "silu", "relu",
                  "gelu", "floor", "ceil", "bitcast", "mul_high", "fma", "cdiv", "INF"),
     "reductions": ("prod", "mean", "argmax", "argmin", "reduce", "scan", "cumsum", "cumprod", "cummax",

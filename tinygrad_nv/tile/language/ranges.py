@@ -116,9 +116,12 @@ class Ranges:
                     numbers = select_numbers(op, each)
                     self.known[each] = Known(min(numbers), max(numbers), _power(math.gcd(*numbers)), 1, MOST)
             if op.name == "for": self._loop(op)
-            for inner in op.regions:
+            for number, inner in enumerate(op.regions):
+                before = dict(self.known) if op.name == "if" else {}
+                if op.name == "if": self._suppose(op.operands[0], not number)
                 self._region(inner)
-                if op.name == "while" and inner is op.regions[0]: self._limit_body(op)
+                self.known |= before
+                if op.name == "while" and not number: self._limit_body(op)
             if len(op.results) == 1 and not dtypes.is_float(op.result.dtype):
                 rule = getattr(self, f"_{op.name}", None)
                 if rule is None or op.name == "for": continue
@@ -148,6 +151,21 @@ class Ranges:
                 known, bound = self.of(given[a]), self.of(others[0])
                 self.known[given[a]] = replace(known, high=min(known.high, bound.high - 1)) if holds else \
                     replace(known, low=max(known.low, bound.low))
+
+    def _suppose(self, condition: Value, holds: bool) -> None:
+        """Narrows what is known of the scalars that a condition compares."""
+        op = self.makers.get(condition)
+        if op is None or op.name != "apply": return
+        fn = op.attributes["fn"]
+        if fn == "xor" and self.of(op.operands[1]) == _constant(1):
+            self._suppose(op.operands[0], not holds)
+        elif fn == ("and" if holds else "or"):
+            for each in op.operands: self._suppose(each, holds)
+        elif fn == "less" and op.operands[0].dtype == dtypes.int32:
+            a, b = op.operands if holds else op.operands[::-1]    # a < b, or a <= b
+            low, high = self.of(a), self.of(b)
+            self.known[a] = replace(low, high=max(low.low, min(low.high, high.high - holds)))
+            self.known[b] = replace(high, low=min(high.high, max(high.low, low.low + holds)))
 
     # **** operations ****
 

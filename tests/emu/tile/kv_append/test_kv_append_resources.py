@@ -1,4 +1,4 @@
-"""What the kernel of an append takes: registers, the width of its accesses; and what is refused."""
+"""What the kernel of an append takes: registers, width of accesses, blocks; and what is refused."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 from tinygrad.dtype import DType, dtypes
 
+from tinygrad_nv.cpu.isa import PORTABLE
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import ScheduleError, SpecError
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.tile.decode.spec import Pages, Scales
-from tinygrad_nv.tile.kv_append.spec import AppendSpec, Heads, Rope, vector
-from tinygrad_nv.tile.kv_append.templates import Append
+from tinygrad_nv.tile.kernel import TileKernel
+from tinygrad_nv.tile.kv_append.spec import AppendSpec, Heads, Rope
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -27,41 +29,66 @@ def llama(kv: DType = BF16, interleaved: bool = False, heads: int = 8, d: int = 
                       scales, scales)
 
 
+def build(spec: AppendSpec, arch: str) -> TileKernel:
+    gpu = GPU(arch)
+    return TABLE.build(spec, TABLE.choose(spec, gpu), gpu)
+
+
 @pytest.mark.parametrize(("arch", "kv"), [(arch, kv) for arch in ("sm_80", "sm_89", "sm_90a")
                                           for kv in (BF16, S8, E4M3, E5M2)
                                           if arch > "sm_80" or kv in (BF16, S8)])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_registers(arch: str, kv: DType, interleaved: bool):
-    made = TABLE.build(llama(kv, interleaved), Append(), GPU(arch))
+    made = build(llama(kv, interleaved), arch)
     found = assemble(made.ptx, arch).kernels[made.name]
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
-    assert found.registers <= 48
+    assert found.registers <= 64
     early = [word in made.ptx for word in ("griddepcontrol.wait", "griddepcontrol.launch_dependents")]
     assert [made.pdl, *early] == [arch == "sm_90a"] * 3
 
 
 def test_accesses_are_of_16_bytes():
-    """But for the length, which CTAs of q, keys and values read, the entry of the table, which those of keys
-    and values do, and pages of 8 bits: 8."""
-    lines, bytes_of = (TABLE.build(each, Append(), GPU("sm_90a")).ptx.splitlines()
-                       for each in (llama(), llama(S8)))
+    """But for the length, which programs of q, keys and values read, the entry of the table, which those of
+    keys and values do, and pages of 8 bits: 8."""
+    lines, bytes_of = (build(each, "sm_90a").ptx.splitlines() for each in (llama(), llama(S8)))
     accesses = [line for line in lines if "ld.global" in line or "st.global" in line]
     assert len(accesses) > 10
     assert sum(".v4." not in line for line in accesses) == 3 + 2
     assert any("st.global.v2.b32" in line for line in bytes_of)
 
 
-@pytest.mark.parametrize(("spec", "count"), [
-    (llama(), 8), (llama(d=8), 4), (llama(d=12), 0), (replace(llama(), k=Heads(BF16, 4, 4, 4)), 4),
-    (replace(llama(), k=Heads(BF16, 128, 128, 128, 2)), 0), (replace(llama(), rope=Rope(BF16, 12)), 4)])
-def test_vectors(spec: AppendSpec, count: int): assert vector(spec) == count
+def test_what_is_whole_needs_no_guard():
+    """But for stores to pages, of which there may be none."""
+    guarded = [line.strip() for line in build(llama(), "sm_90a").ptx.splitlines() if line.strip()[:2] == "@%"]
+    assert guarded
+    assert all("st.global" in line for line in guarded)
+
+
+@pytest.mark.parametrize(("spec", "width"), [
+    (replace(llama(), k=Heads(BF16, 6144, 6144, 128, 4100)), 8),
+    (replace(llama(), k=Heads(BF16, 6144, 6144, 128, 4098)), 4),
+    (replace(llama(), rope=Rope(BF16, 11)), 2)], ids=str)
+def test_what_is_not_aligned_is_read_in_parts(spec: AppendSpec, width: int):
+    """The narrowest loads of new rows and angles, in bytes."""
+    found = {8: "ld.global.v2.b32", 4: "ld.global.b32", 2: "ld.global.b16"}
+    text = build(spec, "sm_90a").ptx
+    assert [opcode in text for at, opcode in found.items() if at <= width] == [at == width for at in found
+                                                                               if at <= width]
 
 
 def test_what_no_kernel_can_do():
-    with pytest.raises(ScheduleError, match="sm_80 converts nothing"):
-        TABLE.build(llama(E4M3), Append(), GPU("sm_80"))
+    schedule = TABLE.choose(llama(), GPU("sm_90a"))
+    with pytest.raises(ScheduleError, match="8-bit floats: conversions begin with sm_89, this is sm_80"):
+        TABLE.build(llama(E4M3), schedule, GPU("sm_80"))
     many = replace(llama(), batch=70000)
-    assert TABLE.problems(many, Append(), GPU("sm_90a")) == ["70000 requests, at most 65535"]
+    assert TABLE.problems(many, schedule, GPU("sm_90a")) == ["70000 programs along z, at most 65535"]
+
+
+def test_blocks():
+    """Few rows are spread over many programs, whose latency counts; a CPU's program has a whole row."""
+    few, many = (TABLE.choose(replace(llama(), batch=batch), GPU("sm_80")) for batch in (4, 2048))
+    assert (few.columns, few.warps, many.columns, many.warps) == (1024, 4, 1024, 1)
+    assert TABLE.choose(llama(), CPU(PORTABLE, 1)).columns == 48 * 128
 
 
 @pytest.mark.parametrize(("change", "words"), [

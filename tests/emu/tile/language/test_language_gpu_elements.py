@@ -316,3 +316,29 @@ def test_words_of_a_warp_are_reduced_at_once(n: int, warps: int) -> None:
     made = program(extremes, tensors)
     checked(made, schedule, x=x, y=y)
     assert ("redux.sync.min.s32" in build(made, schedule, GPU("sm_80")).ptx) == (n >= 32)
+def pairs(x, y, o, p):
+    even, odd = E.deinterleave(x[:, :])
+    o[:, :] = E.interleave(odd, even + 1)
+    p[:, :] = V.cast(E.interleave(y[:, :], E.abs_(even)), p.parameter.dtype)
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (1, 2), (5, 24), (2, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16, S32, dtypes.int8], ids=str)
+def test_pairs_are_taken_apart_and_put_together(dtype: DType, shape: tuple[int, int]) -> None:
+    half = (shape[0], shape[1] // 2)
+    tensors = [ref("o", dtype, *shape, out=True), ref("p", F32, *shape, out=True), ref("x", dtype, *shape),
+               ref("y", dtype, *half)]
+    checked(program(pairs, tensors), ulps=0)
+
+
+def test_pairs_stay_in_their_threads() -> None:
+    """No shared memory and no shuffle lies between loads, pairs and stores of one dtype."""
+    from tinygrad_nv.tile.language.gpu import build
+    from tinygrad_nv.tile.template import GPU
+
+    def swap(x, o): o[:, :] = E.interleave(*reversed(E.deinterleave(x[:, :])))
+    made = build(program(swap, [ref("o", BF16, 4, 256, out=True), ref("x", BF16, 4, 256)]),
+                 TileSchedule(warps=4), GPU("sm_80"))
+    assert (made.dynamic_smem, "shfl" in made.ptx, "bar.sync" in made.ptx) == (0, False, False)
+    assert "ld.global.nc.v4.b32" in made.ptx
+    assert "st.global.v4.b32" in made.ptx

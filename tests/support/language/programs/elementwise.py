@@ -25,6 +25,22 @@ def swiglu(gate: KTile["rows", "cols", bf16], up: KTile["rows", "cols", bf16],
     out[row, cols] = (g * tile.sigmoid(g) * up[row, cols].to(f32)).to(bf16)
 
 
+@kernel(grid=lambda S: (S,))
+def multiply_complex(x: KTile["S", "2*N", bf16], y: KTile["S", "2*N", bf16], out: OTile["S", "2*N", bf16],
+                     swapped: OTile["S", "2*N", f32]):
+    row, columns = tile.program_id(0), tile.block(0, x.shape[1])
+    a, b = tile.deinterleave(x[row, columns].to(f32))
+    c, d = tile.deinterleave(y[row, columns].to(f32))
+    out[row, columns] = tile.interleave((a * c - b * d).to(bf16), (b * c + a * d).to(bf16))
+    swapped[row, columns] = tile.interleave(b, a) + 1.0
+
+
+def _multiply_complex(x, y):
+    (a, b), (c, d) = ((z[:, ::2], z[:, 1::2]) for z in (x, y))
+    pairs = np.stack([a * c - b * d, b * c + a * d], -1), np.stack([b, a], -1) + x.dtype.type(1)
+    return tuple(each.reshape(x.shape) for each in pairs)
+
+
 @kernel(grid=lambda n: (cdiv(n, 128),))
 def dropout(x: KTile["n", f32], out: OTile["n", f32], *, n: int, p: float, seed: int):
     offsets = tile.program_id(0) * 128 + tile.arange(128)
@@ -277,6 +293,9 @@ PROGRAMS = [
     *(Case(f"rotary-{s}x{h}x{d}", call(rotary), (normal(s, h, d), normal(s, d // 2), normal(s, d // 2)),
            _rotary)
       for s, h, d in ((7, 3, 32), (3, 1, 20))),
+    *(Case(f"multiply_complex-3x{n}", call(multiply_complex),
+           (normal(3, 2 * n, dtype=bf16), normal(3, 2 * n, dtype=bf16)), _multiply_complex)
+      for n in (1, 5, 8, 12, 16, 24, 64)),
     Case("adam-300", call(adam, lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8),
          (normal(300), fixed([3]), normal(300), normal(300), uniform(300)),
          lambda *x: _adam(*x, 1e-2, 0.9, 0.99, 1e-8), c=16.0),

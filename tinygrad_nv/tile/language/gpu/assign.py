@@ -151,6 +151,8 @@ class Assignment:
             elif op.name in ("halves", "interleave"):
                 for each in op.operands:
                     if each not in self.free: self._class(op.result).narrow.append((each, (0,)))
+            elif op.name == "deinterleave" and op.operands[0] not in self.free:
+                self._class(op.operands[0]).narrow.append((op.result, (0,)))
             elif op.name == "transpose" and op.operands[0] not in self.free:
                 to = transpose_bits(op.operands[0].shape, op.attributes["permutation"])
                 self._class(op.operands[0]).same.append((op.result, to))

@@ -2,11 +2,12 @@
 
 Protocol: a `BlockPlace` is made for each access to a block. A thread's first element has an address; those of
 other registers are constants away. A register's vector has a guard where it may lie outside: of the tensor,
-which `ranges` tell, or, of a store, of a tile whose extents are no powers of two.
+which `ranges` tell, or of a tile whose extents are no powers of two: of a store, or of few elements.
 """
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from tinygrad_nv.ptx.builder import Value as Register
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from tinygrad_nv.tile.language.gpu.values import Values
 
 SMALL = 1 << 31     # elements that 32 bits count
+MOST = 16           # elements of a vector at most
+FEW = 16            # elements of a thread, whose padding is not loaded
+NEAR = 1 << 20      # bytes that an access adds to its address: SASS has 24 bits
 
 
 class BlockPlace:
@@ -24,15 +28,16 @@ class BlockPlace:
 
     def __init__(self, writer: Values, tensor: TensorParameter, sizes: Sequence[int], starts: Sequence[Value],
                  layout: Layout, whole: bool) -> None:
-        """`whole`: only the tile is touched; else what is beside it may be, inside of the tensor."""
+        """`whole`: only the tile is touched; else what is beside it may be, inside of the tensor: of a thread
+        that has few elements only what its vectors have. Guards of many would take more time than reading."""
         self.writer, self.kb, self.tensor, self.layout = writer, writer.kb, tensor, layout
         self.starts, self.sizes = starts, sizes
         self.axes = [axis for axis, size in enumerate(sizes) if size]
         self.shape = tuple(sizes[axis] for axis in self.axes)
         self.of = extents(self.shape)
         self.known = [writer.ranges.of(each) for each in starts]
+        self.whole, self.trims = whole, whole or layout.count <= FEW
         self.bounded = [self._reaches(axis) for axis in range(len(self.known))]
-        self.whole = whole
         self._compared: dict[tuple[int, int, int], Register | None] = {}
         self._guards: dict[tuple[int, ...], Register | None] = {}
         self._uniform = self._check_indexed_axes()
@@ -41,8 +46,9 @@ class BlockPlace:
     def _reaches(self, axis: int) -> bool:
         """Whether indices of an axis may lie outside of the tensor."""
         size = self.sizes[axis]
-        beyond = (1 << self.of.widths[self.axes.index(axis)]) if size else 1
-        return not self.writer.ranges.inside(self.tensor, axis, self.starts, beyond)
+        if size and not self.trims: size = 1 << self.of.widths[self.axes.index(axis)]
+        elif size and not self.whole and axis == len(self.sizes) - 1: size += -size % MOST
+        return not self.writer.ranges.inside(self.tensor, axis, self.starts, max(size, 1))
 
     # **** addresses ****
 
@@ -53,7 +59,7 @@ class BlockPlace:
         return self._base
 
     def _address(self) -> Register:
-        kb, strides, size = self.kb, self.tensor.strides, self.tensor.dtype.itemsize
+        strides, size = self.tensor.strides, self.tensor.dtype.itemsize
         pointer = self.writer.pointers[self.tensor.name]
         own = self.writer.threads.weigh(self.layout, self.shape,
                                            {i: strides[axis] for i, axis in enumerate(self.axes)})
@@ -65,13 +71,9 @@ class BlockPlace:
         for start, stride in zip(self.starts, strides, strict=True):
             number = self.writer.number(start)
             if isinstance(number, Register): offset = (number * stride if stride != 1 else number) + offset
-            elif isinstance(offset, Register): offset = offset + int(number) * stride if number else offset
-            else: offset += int(number) * stride
-        if isinstance(offset, Register): return self._add_offset(pointer, offset, size)
-        if not offset: return pointer
-        made = kb.reg("u64")
-        kb.emit("add.s64", made, pointer, offset * size)
-        return made
+        rest = self._constant_offset - self._near
+        if rest: offset = offset + rest
+        return pointer if isinstance(offset, int) and not offset else self._add_offset(pointer, offset, size)
 
     @property
     def _small(self) -> bool:
@@ -93,11 +95,25 @@ class BlockPlace:
             kb.emit("mad.lo.s64", made, wide, nbytes, pointer)
         return made
 
+    @property
+    def _constant_offset(self) -> int:
+        """Elements from a tensor's first to that of the starts that are known, others being 0."""
+        numbers = map(self.writer.number, self.starts)
+        return sum(int(number) * stride for number, stride in zip(numbers, self.tensor.strides, strict=True)
+                   if not isinstance(number, Register))
+
+    @cached_property
+    def _near(self) -> int:
+        """The same where it is few, which accesses add: blocks that differ in these starts alone share an
+        address."""
+        known = self._constant_offset
+        return known if self._small and abs(known) * self.tensor.dtype.itemsize < NEAR else 0
+
     def offset(self, register: int) -> int:
         """Bytes from the thread's first element to that of a register."""
         index = self.layout.indices[register]
-        return self.tensor.dtype.itemsize * sum(
-            self.of.coordinate(index, i) * self.tensor.strides[axis] for i, axis in enumerate(self.axes))
+        return self.tensor.dtype.itemsize * (self._near + sum(
+            self.of.coordinate(index, i) * self.tensor.strides[axis] for i, axis in enumerate(self.axes)))
 
     # **** vectors ****
 
@@ -142,7 +158,7 @@ class BlockPlace:
         """Returns the conditions that element `place`, after the thread's own, of an axis is inside."""
         made = []
         own = self.writer.threads.coordinate(self.layout, self.shape, i)
-        if self.whole and self.sizes[axis] < 1 << self.of.widths[i]:
+        if self.trims and self.sizes[axis] < 1 << self.of.widths[i]:
             made.append(self._below(own, i, self.sizes[axis] - place, -1))
         if self.bounded[axis]:
             index = self._index(i, axis, own)

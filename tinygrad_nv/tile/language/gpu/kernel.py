@@ -11,6 +11,7 @@ made: values.py, memory.py, collective.py, sorting.py, dot.py, control.py, pipel
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -45,6 +46,8 @@ from tinygrad_nv.tile.language.ir import Op, Program, Value
 from tinygrad_nv.tile.language.passes import Pass, keep_results, run_passes
 from tinygrad_nv.tile.language.schedule import TileSchedule
 from tinygrad_nv.tile.template import GPU
+
+FEW_WARPS = 4       # of a multiprocessor, one for each of its schedulers
 
 
 def problems(program: Program, schedule: TileSchedule, gpu: GPU, pdl: bool = False) -> list[str]:
@@ -170,11 +173,13 @@ def _alone(emitter: Emitter, schedule: TileSchedule, arch: str) -> bool:
 
 
 def _emit_program(state: Writing, attempt: Attempt) -> Emitter:
-    """The program, written by the plans of an attempt."""
+    """The program, written by the plans of an attempt. Where no more warps would run at once if each had
+    fewer registers, ptxas is told to save none: it would put loads behind what waits for others."""
     program, produced = state.program, bool(attempt.production.loops)
     warps = state.schedule.warp_count + PRODUCERS * produced
     cluster = (1, 1, program.cluster) if program.cluster > 1 else ()
-    kb = Kernel(_name(program.name), arch=state.arch, threads=32 * warps, min_ctas=int(produced),
+    few = math.prod(program.grid) * warps <= FEW_WARPS * state.sm_count
+    kb = Kernel(_name(program.name), arch=state.arch, threads=32 * warps, min_ctas=int(few or produced),
                 cluster=cluster)
     emitter = Emitter(kb, program, state.assignment, attempt)
     emitter.pdl = emitter.ahead = state.pdl and kb.hopper

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 from tinygrad.dtype import dtypes
 
@@ -19,10 +20,11 @@ from tinygrad_nv.tile.lanes import Lanes, Number, kind_of
 from tinygrad_nv.tile.language.gpu.access import fetch, store
 from tinygrad_nv.tile.language.gpu.blocks import BlockPlace
 from tinygrad_nv.tile.language.gpu.convert import by_shared, convert_layout, pair_parts
+from tinygrad_nv.tile.language.gpu.early import Early, find_early
 from tinygrad_nv.tile.language.gpu.elements import apply_row, constant_number
 from tinygrad_nv.tile.language.gpu.held import Held, Part
 from tinygrad_nv.tile.language.gpu.layout import Layout, absent, block_layout, extents
-from tinygrad_nv.tile.language.gpu.swaps import lanes_along, plan_swaps, swap_registers
+from tinygrad_nv.tile.language.gpu.swaps import FULL, lanes_along, plan_swaps, swap_registers
 from tinygrad_nv.tile.language.gpu.values import Values
 from tinygrad_nv.tile.language.ir import Op, TensorParameter, Value
 
@@ -42,11 +44,16 @@ def touches_memory(op: Op) -> bool:
 class Memory(Values):
     """Accesses to tensors. `ahead`: the kernel ahead has not been waited for."""
 
+    @cached_property
+    def early(self) -> Early:
+        """Loads that stay ahead of others."""
+        return find_early(self.program, self.assignment.uses)
+
     def _tensor(self, op: Op, write: bool) -> TensorParameter:
         tensor = self.program.tensor(op.attributes["tensor"])
         if tensor.output:
             note = self.arena.writes if write else self.arena.reads
-            note(0, 1, tensor.name, self._owners(op))
+            note(*self._columns(op, tensor), tensor.name, self._owners(op))
         return tensor
 
     def _owners(self, op: Op) -> tuple[Layout, tuple[int, ...]] | None:
@@ -60,16 +67,25 @@ class Memory(Values):
                     for size, at in zip(sizes, known, strict=False))
         return (layout, sizes) if whole else None
 
+    def _columns(self, op: Op, tensor: TensorParameter) -> tuple[int, int]:
+        """The first index of the last axis that an access may touch, and how many: of those that touch others
+        none waits for the other."""
+        if "sizes" not in op.attributes or not tensor.shape: return 0, math.prod(tensor.shape)
+        known = self.ranges.of(op.operands[len(tensor.shape) - 1])
+        return known.low, known.high - known.low + max(op.attributes["sizes"][-1], 1)
+
     # **** blocks ****
 
     def do_load_block(self, op: Op) -> None:
         result = op.result
         layout = self.assignment.layout(result)
         tensor = self._tensor(op, False)
+        if op in self.early.scalars: self.kb.emit("bar.warp.sync", FULL)
         at = BlockPlace(self, tensor, op.attributes["sizes"], op.operands, layout, False)
-        self.put(result, self._fetch_block(at, op.attributes["other"], result.shape), layout)
+        space = "global" if op in self.early.tiles else self.space(tensor)
+        self.put(result, self._fetch_block(at, op.attributes["other"], result.shape, space), layout)
 
-    def _fetch_block(self, at: BlockPlace, other: float, shape: tuple[int, ...]) -> list[Part]:
+    def _fetch_block(self, at: BlockPlace, other: float, shape: tuple[int, ...], space: str) -> list[Part]:
         gone, count, tensor = absent(at.layout, shape), at.vector(), at.tensor
         width = 1 if at.layout.count == 1 else 2
         parts: list[Part] = []
@@ -80,7 +96,7 @@ class Memory(Values):
                 else: parts += [None] * (count // 2)
                 continue
             found = fetch(self.kb, at.base, at.offset(register), tensor.dtype, count, at.guard(register),
-                            other, self.space(tensor))
+                            other, space)
             if count == 1: singles += found
             else: parts += found
         return parts or (singles if width == 1 else pair_parts(singles))
@@ -132,7 +148,7 @@ class Memory(Values):
         if narrow := self._narrow(at, held):
             held = self._wider(at, held)
             at = BlockPlace(self, tensor, op.attributes["sizes"], starts, held.layout, True)
-        self.arena.writes(0, 1, tensor.name, None if narrow else self._owners(op))
+        self.arena.writes(*self._columns(op, tensor), tensor.name, None if narrow else self._owners(op))
         self._store_block(at, held)
 
     def _narrow(self, at: BlockPlace, held: Held) -> bool:

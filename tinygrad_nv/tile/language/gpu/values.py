@@ -177,7 +177,13 @@ class Values:
     def _bitcast(self, op: Op, layout: Layout) -> list[Part]:
         return map_parts(lambda part: elements.bitcast(part, op.result.dtype), *self._operands(op, layout))
 
-    def do_halves(self, op: Op) -> None: self._emit(op)
+    do_halves = do_interleave = do_deinterleave = _emit
+
+    def _deinterleave(self, op: Op, layout: Layout) -> list[Part]:
+        """Every second register of a layout that has pairs side by side."""
+        held, gone = self.value(op.operands[0], layout.with_pair_axis), absent(layout, op.result.shape)
+        registers = [None if gone[i] else 2 * i + op.attributes["odd"] for i in range(layout.count)]
+        return gather_parts(self.kb, held, registers, op.result.dtype)
 
     def _halves(self, op: Op, layout: Layout) -> list[Part]:
         """A word is a pair of registers; to a layout that has them apart the tile is moved."""
@@ -197,8 +203,6 @@ class Values:
                 known[id(part), at] = Lanes(self.kb, result.dtype, [], pair)
             made.append(None if part is None else known[id(part), at])
         return made
-
-    def do_interleave(self, op: Op) -> None: self._emit(op)
 
     def _interleave(self, op: Op, layout: Layout) -> list[Part]:
         """A register of one operand or of the other; where threads side by side have what lies side by side,
