@@ -191,9 +191,9 @@ class Llama:
                lengths: Tensor | None = None) -> Tensor:
         """The last layer's normalised output, (B, T, hidden), for tokens (B, T) at positions start, start +
         1, …"""
-        return self._hidden_states(tokens, self.batch_at(start, tokens.shape, cache, lengths), cache)
+        return self._states_of_step(tokens, self.batch_at(start, tokens.shape, cache, lengths), cache)
 
-    def _hidden_states(self, tokens: Tensor, batch: DenseBatch, cache: DenseKVCache | None) -> Tensor:
+    def _states_of_step(self, tokens: Tensor, batch: DenseBatch, cache: DenseKVCache | None) -> Tensor:
         x = self.embed(tokens)
         for i, block in enumerate(self.blocks):
             with layer(f"layers.{i}"): x = block(x, batch, cache.layers[i] if cache else None)
@@ -246,7 +246,7 @@ class Llama:
         `lengths`, int32 (B,), is start + T if it is in memory already. Logits of a model with states are
         realized, with these."""
         batch = self.batch_at(start, tokens.shape, cache, lengths)
-        row = self._hidden_states(tokens, batch, cache)[:, last:last + 1]
+        row = self._states_of_step(tokens, batch, cache)[:, last:last + 1]
         with layer("head"):
             made = self.logits(row).float().reshape(tokens.shape[0], self.config.vocab_size)
         return made.realize(*batch.written) if batch.written else made

@@ -55,6 +55,7 @@ from tinygrad_nv.tile.rope.spec import Angles, RopeGradientSpec, RopeSpec
 from tinygrad_nv.tile.router.spec import Policy, RouterSpec
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
 from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.selective_scan.spec import Rows, SelectiveScanSpec
 from tinygrad_nv.tile.template import GPU, AnyTemplate
 from tinygrad_nv.tile.templates import TABLE
 
@@ -88,6 +89,12 @@ def recurrent(tokens: int, sequences: int, delta: bool) -> LinearAttentionSpec:
     own = [Heads(BF16, width, d, at) for d, at in ((d_k, 0), (d_k, shared * d_k), (d_v, 2 * shared * d_k))]
     return LinearAttentionSpec(tokens, sequences, heads, shared, d_k, d_v, 2 * sequences, own[0], own[1],
                                own[2], d_k ** -0.5, delta, single=tokens == sequences)
+
+
+def selective(tokens: int, sequences: int) -> SelectiveScanSpec:
+    """The scan of a Mamba-1 of 8192 channels and states of 16."""
+    x, b, c = Rows(BF16, 8192), Rows(BF16, 288, 256), Rows(BF16, 288, 272)
+    return SelectiveScanSpec(tokens, sequences, 8192, 16, 2 * sequences, x, b, c, tokens == sequences)
 
 
 def experts_of(type: str, grouped: GroupedGemmSpec) -> QuantGroupedSpec:
@@ -190,6 +197,7 @@ SPECS: dict[str, dict[str, Any]] = {
         "Mamba-2, 32 decodes *": recurrent(32, 32, False), "Mamba-2, 512 tokens *": recurrent(512, 1, False)},
     "causal_conv": {"32 decodes": CausalConvSpec(32, 32, 8192, 4, 64, BF16, 8192, silu=True, single=True),
                     "512 tokens *": CausalConvSpec(512, 1, 8192, 4, 64, BF16, 8192, silu=True)},
+    "selective_scan": {"64 decodes": selective(64, 64), "512 tokens *": selective(512, 1)},
     "group_norm": {"64x64x320": GroupNormSpec(2, 4096, 320, 32, 1e-5, True, BF16, BF16)},
     "conv_wgmma": {"32x32x320": ConvSpec(2, 32, 32, 320, 320, (3, 3), (1, 1), (1, 1, 1, 1), BF16)},
     "conv_mma": {"32x32x320": ConvSpec(2, 32, 32, 320, 320, (3, 3), (1, 1), (1, 1, 1, 1), BF16)},
