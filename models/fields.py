@@ -9,7 +9,7 @@ from typing import Any
 from tinygrad_nv.errors import ModelError, brief
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh",
-               "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
+               "gelu_pytorch_tanh": "gelu_tanh"}
 CORRECT = "correct the file, or download it again"
 MAX_LAYERS = 2048           # limit: layers of a config.json; the deepest published model has 160
 MAX_HEADS = 1 << 16         # limit: heads, experts and groups of a config.json

@@ -80,6 +80,9 @@ def language_entries(entries: dict[str, T]) -> dict[str, T]:
     if "embed_tokens.weight" in entries:    # of a model without its head, as embedding models are saved
         return {name if name == "lm_head.weight" else f"model.{name}": entry
                 for name, entry in entries.items()}
+    if (found := "model.embeddings.weight") in entries:     # of Nemotron-H's network
+        return {"model.embed_tokens.weight" if name == found else name: entry
+                for name, entry in entries.items()}
     if not BACKBONE.keys().isdisjoint(entries):
         return {BACKBONE.get(name, name.replace("backbone.", "model.", 1)): entry
                 for name, entry in entries.items()}

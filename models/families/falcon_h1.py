@@ -9,7 +9,7 @@ from tinygrad_nv.errors import ModelError, brief
 
 from ..fields import Fields
 from ..mixers.config import BesideConfig
-from .family import Family
+from .family import Family, require_absent
 from .mamba2 import BAMBA_NAMES, SIZES, mamba_config
 
 FACTORS = ("lm_head_multiplier", "embedding_multiplier", "key_multiplier", "attention_out_multiplier",
@@ -27,6 +27,7 @@ def list_factors(f: Fields, key: str, count: int) -> tuple[float, ...]:
 
 def falcon_h1(f: Fields) -> dict[str, Any]:
     """Returns the fields of `ModelConfig`."""
+    require_absent(f, "layer_types")
     head, embedding, key, outputs, inputs, ssm_in, ssm_out = (f.number(name) for name in FACTORS)
     scales = ssm_in, *list_factors(f, "ssm_multipliers", 5)
     gate, down = list_factors(f, "mlp_multipliers", 2)

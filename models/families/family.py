@@ -76,3 +76,17 @@ def ropes_by_type(f: Fields, types: list[str], theta: float,
     d = f.positive("head_dim")
     made = {kind: rope_config(f, section, d) for kind, section in sections.items()}
     return tuple(made[SLIDING if kind == SLIDING else FULL] for kind in types)
+
+
+def require_silu(f: Fields) -> None:
+    """Raises `ModelError` unless hidden_act, which convolutions have too, is silu."""
+    own = Fields({"hidden_act": "silu", **f.raw}, f.name)
+    own.one_of("hidden_act", ("silu", "swish"), "use a model whose convolutions have silu")
+
+
+def require_absent(f: Fields, *keys: str) -> None:
+    """Raises `ModelError` for a key that says nothing in a family's files."""
+    for key in keys:
+        if f.get(key) is None: continue
+        raise ModelError(f"{f.name}: {key} is {brief(f.get(key))}", "a file without it",
+                         "use a model as it was published")

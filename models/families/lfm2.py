@@ -24,11 +24,14 @@ NAMES = Names(attention_norm="operator_norm", feed_forward_norm="ffn_norm", outp
 
 def lfm2(f: Fields) -> dict[str, Any]:
     """Returns the fields of `ModelConfig` for LFM2."""
-    own = ShortConvConfig(f.positive("hidden_size"), f.positive("conv_L_cache"), f.flag("conv_bias"))
+    if (taps := f.positive("conv_L_cache")) < 2:
+        raise ModelError(f"{f.name}: conv_L_cache is {taps}", "at least 2")
+    own = ShortConvConfig(f.positive("hidden_size"), taps, f.flag("conv_bias"))
     kinds = list_kinds(f)
     tied = "tie_word_embeddings" if f.get("tie_embedding") is None else "tie_embedding"
     return {"mixers": tuple(own if kind == CONV else None for kind in kinds), "names": NAMES,
-            "qk_norm": "head", "intermediate_size": feed_forward_width(f),
+            "qk_norm": "head", "qkv_bias": False, "output_bias": False, "activation": "silu",
+            "intermediate_size": feed_forward_width(f),
             "norm_eps": f.number("norm_eps"), "tied": f.flag(tied)}
 
 

@@ -11,7 +11,7 @@ from tinygrad_nv.errors import ModelError
 from ..fields import Fields
 from ..layer_config import COUNTS, Names, moe_config
 from ..mixers.config import MambaConfig
-from .family import Family
+from .family import Family, require_absent, require_silu
 from .mamba2 import MAMBA2_NAMES, NO_ATTENTION
 
 JAMBA_NAMES = Names(feed_forward_norm="pre_ff_layernorm", last_norm="model.final_layernorm",
@@ -23,7 +23,8 @@ JAMBA_NAMES = Names(feed_forward_norm="pre_ff_layernorm", last_norm="model.final
 def mamba_config(f: Fields, channels: int = 0, **more: Any) -> MambaConfig:
     """The selective scans of a file whose keys begin with mamba_, of so many `channels`, or mamba_expand ×
     hidden_size. Raises `ModelError`."""
-    f.one_of("hidden_act", ("silu", "swish"), "use a model whose convolutions have silu")
+    require_silu(f)
+    require_absent(f, "layer_types")
     hidden, rank = f.positive("hidden_size"), f.get("mamba_dt_rank")
     if (channels := channels or int(f.number("mamba_expand") * hidden)) < 1:
         raise ModelError(f"{f.name}: expand × hidden_size is {channels}", "at least 1")

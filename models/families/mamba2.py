@@ -12,7 +12,7 @@ from ..fields import Fields
 from ..layer_config import Names
 from ..mixers.config import Mamba2Config
 from ..rope import rope_config, rope_parameters
-from .family import Family
+from .family import Family, require_absent, require_silu
 
 BAMBA_NAMES = Names(feed_forward_norm="pre_ff_layernorm", last_norm="model.final_layernorm",
                     gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"), down="feed_forward.down_proj")
@@ -22,6 +22,7 @@ SIZES = {"mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mam
 
 def mamba_config(f: Fields, name: str = "mamba", **more: Any) -> Mamba2Config:
     """The state spaces of a file whose keys begin with mamba_. Raises `ModelError`."""
+    require_silu(f)
     heads, groups = f.positive("mamba_n_heads"), f.positive("mamba_n_groups")
     if f.get("mamba_d_ssm") is not None: inner = f.positive("mamba_d_ssm")
     else: inner = int(f.number("mamba_expand") * f.positive("hidden_size"))
@@ -31,7 +32,9 @@ def mamba_config(f: Fields, name: str = "mamba", **more: Any) -> Mamba2Config:
                          f"mamba_expand × hidden_size = {inner}")
     if heads % groups: raise ModelError(f"{f.name}: mamba_n_heads {heads} with mamba_n_groups {groups}",
                                         "a multiple of these")
-    return Mamba2Config(heads, head, groups, f.positive("mamba_d_state"), f.positive("mamba_d_conv"),
+    if (taps := f.positive("mamba_d_conv")) < 2:
+        raise ModelError(f"{f.name}: a convolution of {taps} taps", "at least 2")
+    return Mamba2Config(heads, head, groups, f.positive("mamba_d_state"), taps,
                         f.flag("mamba_proj_bias"), f.flag("mamba_conv_bias"), time_limits(f),
                         name=name, **more)
 
@@ -52,6 +55,7 @@ def time_limits(f: Fields) -> tuple[float, float] | None:
 
 def bamba(f: Fields) -> dict[str, Any]:
     """Returns the fields of `ModelConfig` for Bamba."""
+    require_absent(f, "layer_types")
     own, layers = mamba_config(f), f.positive("num_hidden_layers")
     full = frozenset[int]() if f.get("attn_layer_indices") is None else f.layers("attn_layer_indices")
     rope = rope_config(f.within({"partial_rotary_factor": 0.5}), rope_parameters(f), f.positive("head_dim"),
@@ -72,6 +76,7 @@ NO_ATTENTION = {"num_attention_heads": 1, "head_dim": 2, "intermediate_size": 1,
 
 def mamba2(f: Fields) -> dict[str, Any]:
     """Returns the fields of `ModelConfig` for Mamba-2."""
+    require_absent(f, "layer_types")
     layers = f.positive("num_hidden_layers")
     f = f.within({"mamba_n_heads": f.get("num_heads"), "mamba_d_head": f.get("head_dim"),
                   "mamba_n_groups": f.get("n_groups"), "mamba_d_state": f.get("state_size"),

@@ -4,6 +4,7 @@ a latent.
 """
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -30,9 +31,9 @@ NAMES = Names(attention_norm="norm", feed_forward_norm="norm", last_norm="model.
 
 
 def complete(f: Fields) -> Fields:
-    """The layers' kinds and their number: of layers_block_type, layer_types or hybrid_override_pattern.
+    """The layers' kinds and their number: of layer_types, layers_block_type or hybrid_override_pattern.
     Raises `ModelError`."""
-    keys = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+    keys = ("layer_types", "layers_block_type", "hybrid_override_pattern")
     key = next((each for each in keys if f.get(each) is not None), keys[0])
     given = f.get(key)
     kinds = list(given) if isinstance(given, str | list) else []
@@ -40,10 +41,15 @@ def complete(f: Fields) -> Fields:
         raise ModelError(f"{f.name}: {key} is {brief(given)}",
                          f"kinds of layers: {LINEAR}, {FULL}, {MLP}, {MOE}, or a pattern of M, *, - and E")
     older = {"n_groups": "mamba_n_groups", "conv_kernel": "mamba_d_conv", "expand": "mamba_expand",
-             "time_step_limit": "mamba_dt_limit", "use_conv_bias": "mamba_conv_bias"}
+             "time_step_min": "mamba_dt_min", "use_conv_bias": "mamba_conv_bias"}
     found = {name: f.get(other) for name, other in older.items() if f.get(other) is not None}
     return f.within({**found, "num_hidden_layers": len(kinds), "layer_types": [KINDS[each] for each in kinds],
-                     "hidden_act": f.get("mlp_hidden_act")})
+                     "hidden_act": "silu"})
+
+
+def read_activation(f: Fields) -> str:
+    """The activation of feed-forwards, of which models without gates have one more. Raises `ModelError`."""
+    return "relu2" if f.get("mlp_hidden_act") == "relu2" else activation(f, "mlp_hidden_act")
 
 
 def mixture(f: Fields, layers: list[bool]) -> MoEConfig:
@@ -61,17 +67,19 @@ def nemotron_h(f: Fields) -> dict[str, Any]:
     """Returns the fields of `ModelConfig`."""
     kinds, layers = f.each_layer("layer_types"), f.positive("num_hidden_layers")
     inner = f.positive("mamba_num_heads") * f.positive("mamba_head_dim")
+    # transformers and the models' own code limit steps from below, whatever time_step_limit is
     own = mamba_config(f.within({
-        "mamba_n_heads": f.get("mamba_num_heads"), "mamba_d_head": f.get("mamba_head_dim"),
-        "mamba_d_ssm": inner, "mamba_n_groups": f.get("n_groups"), "mamba_d_state": f.get("ssm_state_size"),
-        "mamba_d_conv": f.get("conv_kernel"), "mamba_conv_bias": f.get("use_conv_bias"),
-        "mamba_proj_bias": f.get("use_bias")}), "mixer")
+        "hidden_act": f.get("mamba_hidden_act", "silu"), "mamba_n_heads": f.get("mamba_num_heads"),
+        "mamba_d_head": f.get("mamba_head_dim"), "mamba_d_ssm": inner, "mamba_n_groups": f.get("n_groups"),
+        "mamba_d_state": f.get("ssm_state_size"), "mamba_d_conv": f.get("conv_kernel"),
+        "mamba_conv_bias": f.get("use_conv_bias"), "mamba_proj_bias": f.get("use_bias"),
+        "time_step_limit": [f.number("time_step_min", zero=True), math.inf]}), "mixer")
     experts = [kind == MOE for kind in kinds]
     return {"mixers": tuple(own if kind == LINEAR else None for kind in kinds), "names": NAMES,
             "halves": tuple("mixer" if kind in (LINEAR, FULL) else "feed_forward" for kind in kinds),
             "ropes": (None,) * layers, "norm_eps": f.number("layer_norm_epsilon"), "mlp_gated": False,
-            "activation": activation(f, "hidden_act"), "mlp_bias": f.flag("mlp_bias"),
-            "float32_residuals": f.flag("residual_in_fp32"),
+            "activation": read_activation(f), "mlp_bias": f.flag("mlp_bias"),
+            "norm_rounds_last": True,
             "moe": mixture(f, experts) if any(experts) else None}
 
 
@@ -81,4 +89,5 @@ FAMILY = Family("NemotronHForCausalLM",
                  "use_conv_bias": True, "n_routed_experts": 8, "moe_intermediate_size": 7688,
                  "moe_shared_expert_intermediate_size": 7688, "num_experts_per_tok": 2,
                  "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
-                 "layer_norm_epsilon": 1e-5}, frozenset({EXPERTS, *COUNTS}), nemotron_h, complete=complete)
+                 "layer_norm_epsilon": 1e-5, "time_step_min": 0.001},
+                frozenset({EXPERTS, *COUNTS}), nemotron_h, complete=complete)

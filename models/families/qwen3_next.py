@@ -12,7 +12,7 @@ from ..fields import Fields
 from ..layer_config import COUNTS, Names, moe_config
 from ..mixers.config import GatedDeltaConfig
 from ..rope import rope_config, rope_parameters
-from .family import FULL, Family
+from .family import FULL, Family, require_silu
 from .qwen import mixtures
 
 LINEAR = "linear_attention"
@@ -36,6 +36,7 @@ def list_kinds(f: Fields) -> list[str]:
 
 def delta_config(f: Fields, fused: bool) -> GatedDeltaConfig:
     """The gated delta rule of a file. Raises `ModelError`."""
+    require_silu(f)
     heads, shared = f.positive("linear_num_value_heads"), f.positive("linear_num_key_heads")
     if heads % shared:
         raise ModelError(f"{f.name}: linear_num_value_heads {heads} is not a multiple of "

@@ -60,6 +60,13 @@ class Run:
     single: bool
     whole: int = 0
 
+    def clear(self, rows: Tensor) -> Tensor:
+        """Rows of tokens, 0 of those that are no sequence's: no kernel has written these."""
+        if self.whole: return rows
+        token, first = Tensor.arange(rows.shape[0]).reshape(-1, 1), self.table[:, 0].reshape(1, -1)
+        owned = ((token >= first) & (token < first + self.table[:, 1].reshape(1, -1))).any(1).contiguous()
+        return owned.reshape(-1, *(1,) * (rows.ndim - 1)).where(rows, 0)
+
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, windows: Tensor,
                  silu: bool = False) -> tuple[Tensor, Tensor]:
         """`causal_conv` of the step's rows x (…, C) by weights (C, 1, K), of those that are the run's."""
@@ -80,7 +87,6 @@ class Run:
         q, k, v, decay = (each.reshape(self.whole, -1, *each.shape[1:]) for each in (q, k, v, decay))
         rate = None if beta is None else beta.reshape(self.whole, -1, beta.shape[1])
         return plain.attend(q, k, v, decay, rate, scale).flatten(0, 1), states
-
 
     def scan(self, x: Tensor, step: Tensor, a: Tensor, b: Tensor, c: Tensor,
              states: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,8 +138,8 @@ def over_runs(batch: Batch, x: Tensor, states: LayerStates | States | None, shap
     made = []
     for run in runs(batch, x, states is not None):
         out, own = fn(run, own)
-        made.append(out)
+        made.append(run.clear(out))
     # nothing of the step reads them, and tinygrad's own kernels write what is realized
-    if states is not None: batch.written.extend(own)
+    if states is not None and not isinstance(batch, PackedBatch): batch.written.extend(own)
     joined = made[0] if len(made) == 1 else made[0].cat(*made[1:])
     return joined.reshape(*x.shape[:2], *joined.shape[1:])

@@ -128,6 +128,12 @@ LENIENT = {("Mistral", "kv heads are null"), ("Gemma", "kv heads are null"),
            *((family, "kv heads are null") for family in ("Mixtral", "Qwen2Moe", "Qwen3Moe", "GptOss",
                                                             "Llama4")),
            ("Qwen2Moe", "windows null"),     # no layer has one
+           *((family, "kv heads are null") for family in ("Lfm2", "Lfm2Moe", "Qwen3Next", "Qwen3_5",
+                                                            "Qwen3_5Moe")),
+           ("Bamba", "dynamic"),    # its class divides by 0
+           # no layer has rope
+           *((family, kind) for kind in ("linear without factor", "dynamic, no factor")
+             for family in ("Mamba", "Mamba2", "FalconMamba", "Jamba", "NemotronH", "GraniteMoeHybrid")),
            ("DeepseekV3", "head_dim")}       # qk_rope_head_dim says it
 
 
@@ -159,7 +165,7 @@ EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "
            "shared_expert_intermediate_size": 40, "intermediate_size_mlp": 56}
 LATENT = ("DeepseekV2", "DeepseekV3")
 # layers that keep states, and attention
-DELTA = {"linear_key_head_dim": 4, "linear_value_head_dim": 6, "linear_num_key_heads": 2,
+DELTA = {"head_dim": 16, "linear_key_head_dim": 4, "linear_value_head_dim": 6, "linear_num_key_heads": 2,
          "linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"]}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8,
          "shared_intermediate_size": 40}
@@ -173,7 +179,7 @@ HYBRID: dict[str, dict[str, Any]] = {
     "NemotronH": {"layers_block_type": ["linear_attention", "full_attention"], "mamba_num_heads": 4,
                   "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2}}
 MIXTURES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GptOss", "Llama4", "Lfm2Moe", "Qwen3Next",
-            "Qwen3_5Moe", "GraniteMoeHybrid", *LATENT)
+            "Qwen3_5Moe", "GraniteMoeHybrid", "NemotronH", *LATENT)
 SIZES = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 12,
          "qk_rope_head_dim": 8, "v_head_dim": 6, "first_k_dense_replace": 1, "n_routed_experts": 4,
          "n_group": 1, "topk_group": 1}

@@ -179,6 +179,7 @@ def _model(arguments: argparse.Namespace, find: Find) -> str:
     from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
     from tinygrad_nv.explain.hashes import hash_table
     from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
+    from tinygrad_nv.tile.linear_attention.spec import COLUMNS
     if arguments.of_pass:
         from tinygrad_nv.language.passes import check
         check(arguments.of_pass)
@@ -189,11 +190,12 @@ def _model(arguments: argparse.Namespace, find: Find) -> str:
     rows = 1 if arguments.prefill is None else GROUP
     def make_input(*shape: int) -> Tensor: return Tensor.empty(*shape, dtype=dtypes.int32,
                                                                device=llm.model.device)
-    group = SequenceGroup(rows, make_input(count := -(-taken // rows), llm.runner.entries), make_input(count))
+    count = -(-taken // rows)
+    states = make_input(count, len(COLUMNS)) if llm.config.has_states else None
+    group = SequenceGroup(rows, make_input(count, llm.runner.entries), make_input(count), states)
     batch = [PagedBatch((group,), llm.model.rope_tables)] * len(llm.runner.groups.windows)
     wanted = None if arguments.prefill is None else make_input(1)
-    lowering = explain(llm.model.step_paged(make_input(group.num_tokens), batch, llm.runner.store.cache,
-                                            wanted))
+    lowering = explain(llm.model.step_paged(make_input(group.num_tokens), batch, llm.runner.cache, wanted))
     if arguments.hash: return hash_table(lowering.kernels)
     if arguments.of_pass: return lowering.passes(arguments.of_pass, arguments.kernel)
     return str(lowering) if arguments.level is None else lowering.show(arguments.level, arguments.kernel)

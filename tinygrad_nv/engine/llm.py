@@ -207,6 +207,7 @@ class LLM(GenerationMethods, PoolingMethods):
         self.defaults, self.eos, self.limit = generation.defaults, generation.eos, generation.limit
         self.tokenizer, self.tokenizer_error = optional_tokenizer(o.tokenizer or self.directory)
         speculation = None if o.speculative is None else parse_speculative(o.speculative)
+        if self.config.has_states: speculation = None   # drafts that are rejected would stay in states
         engine = o.engine_config(self.length, self.eos, speculation.tokens if speculation else 0)
         self.queue_limit = engine.queue_limit
         # of several replicas, AsyncEngine limits all together
@@ -228,9 +229,10 @@ class LLM(GenerationMethods, PoolingMethods):
                           speculation is not None, o.dtype == "auto", o.tensor_parallel_size,
                           o.pipeline_parallel_size, o.enable_expert_parallel,
                           state_pages(self.config, self.dtype, o.max_num_seqs, o.enable_prefix_caching))
-        page_bytes = max(1, o.page_size * token_bytes_of(0, plan, draft))   # 0 without attention
+        page_bytes = o.page_size * token_bytes_of(0, plan, draft)      # 0 without attention
         asked = o.num_pages
-        if asked is None and o.kv_cache_bytes is not None: asked = o.kv_cache_bytes // page_bytes
+        if asked is None and page_bytes and o.kv_cache_bytes is not None:
+            asked = o.kv_cache_bytes // page_bytes
         self._weight_bytes = weight_bytes_of(0, plan) if self.bundle is None else self.bundle.weight_bytes
         self._adapter_bytes = 0 if lora is None else lora.nbytes(self.config, self.dtype, self.device)
         if self.ranks is None and self.bundle is None and QWEN_VL in read_architectures(self.directory):
@@ -240,7 +242,7 @@ class LLM(GenerationMethods, PoolingMethods):
         budget = PageBudget(asked, o.gpu_memory_utilization)
         own = partial(pages_of, 0, plan, budget, held, draft)
         pages = own() if self.ranks is None else self.ranks.pages(own, plan, budget, how)
-        plan = replace(plan, num_pages=pages, host_pages=o.swap_bytes // page_bytes)
+        plan = replace(plan, num_pages=pages, host_pages=o.swap_bytes // page_bytes if page_bytes else 0)
         if self.ranks is not None: self.runner = self.ranks.load(plan, how, o.progress, o.stage)
         elif self.bundle is not None: self.runner = self.bundle.runner(plan, o.progress, o.stage)
         else:

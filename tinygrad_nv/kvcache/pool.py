@@ -138,3 +138,5 @@ class PagePool(TieredPages):
                 assert key is None or page not in free, f"{name} page {page}: free, and found"
                 assert key is not None or page not in idle, f"{name} page {page}: cached without a hash"
             assert len(pages.by_hash) == sum(key is not None for key in pages.hashes), f"{name}: stale hashes"
+        if self.states is not None: self.states.assert_conserved(
+            [table.states for table in tables_list if isinstance(table, HybridTable)])

@@ -9,11 +9,14 @@ step begins with is not written by another sequence in the same step. `computed`
 borders up to there enter the prefix cache, where a later sequence with these tokens finds them together with
 the pages of keys and values (block_table.py).
 
-A border costs a page. Where too few are left it is not kept: pages that running sequences need are never
-short, as there are two for each of `sequences` at least.
+A border costs a page, a spare one. There are no more spares than pages beyond two for each of `sequences`:
+without them a sequence holds the states that it begins a batch with, and takes a page for those after it, so
+that pages are never short. Spares are counted until their batch is over.
 """
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from tinygrad_nv.kvcache.page_allocator import PageAllocator
@@ -43,43 +46,48 @@ class StatePages:
         self.device, self.page_size, self.sharing = PageAllocator(total), page_size, sharing
         self.needed = PAGES_OF_SEQUENCE * sequences
         self.batch = 0
-        self.in_use = 0                     # pages that tables have taken, each sequence's share counted
-        self._dropped: list[int] = []       # which the batch being assembled may still read
+        self.spares = 0                     # pages of borders that are not the newest states of a table
+        self.dropped: list[tuple[int, bool]] = []   # which the batch being assembled may still read
 
     @property
     def can_spare(self) -> bool:
-        """Whether a page may be taken that no sequence needs."""
-        return self.device.available > self.needed - self.in_use
+        """Tells whether a page may be taken that no sequence needs."""
+        return self.spares < self.device.total - self.needed
 
     def take(self) -> int:
         """Allocates a page with one reference."""
-        self.in_use += 1
         return self.device.take(self.batch)
 
-    def share(self, page: int) -> None:
-        """Adds a reference."""
-        self.in_use += 1
-        self.device.share(page)
-
-    def drop(self, page: int) -> None:
+    def drop(self, page: int, spare: bool) -> None:
         """Removes a reference, after the batch being assembled."""
-        self._dropped.append(page)
+        self.dropped.append((page, spare))
 
-    def release(self, page: int) -> None:
+    def release(self, page: int, spare: bool) -> None:
         """Removes a reference now: no batch being assembled reads the page."""
-        self.in_use -= 1
+        self.spares -= spare
         self.device.drop((page,))
 
     def next_batch(self, batch: int) -> None:
         """Begins to assemble another batch."""
-        dropped, self._dropped, self.batch = self._dropped, [], batch
-        for page in dropped: self.release(page)
+        dropped, self.dropped, self.batch = self.dropped, [], batch
+        for page, spare in dropped: self.release(page, spare)
 
     def find(self, key: bytes) -> int:
         """The page of a prefix by its hash, NONE where it is not cached, or written by the batch being
         assembled: sequences of one batch run at the same time."""
         page = self.device.by_hash.get(key + SUFFIX, NONE)
         return NONE if page != NONE and self.device.written_in[page] >= self.batch else page
+
+    def assert_conserved(self, tables: Iterable[StateTable | None]) -> None:
+        """Asserts that references and spares are those of `tables`, which must be all, and of what was
+        dropped."""
+        known = [table for table in tables if table is not None]
+        counted = Counter(page for table in known for page in table.entries.values())
+        counted.update(page for page, _ in self.dropped)
+        assert all(count == counted[page] for page, count in enumerate(self.device.references)), "references"
+        spares = sum(len(table.spares) for table in known) + sum(spare for _, spare in self.dropped)
+        assert spares == self.spares, f"{self.spares} spares, {spares} held"
+        assert self.device.available + len(counted) == self.device.total, "a page is lost"
 
     def forget(self, batch: int) -> None:
         """Removes what `batch` and later ones were to write from the prefix cache."""
@@ -90,11 +98,12 @@ class StatePages:
 
 class StateTable:
     """A sequence's pages of states, by the number of tokens they stand for."""
-    __slots__ = ("entries", "pool", "prefix")
+    __slots__ = ("entries", "pool", "prefix", "spares")
 
     def __init__(self, pool: StatePages, prefix: PrefixHashes) -> None:
         self.pool, self.prefix = pool, prefix
         self.entries: dict[int, int] = {}
+        self.spares: set[int] = set()       # of the entries
 
     @property
     def newest(self) -> int:
@@ -107,7 +116,7 @@ class StateTable:
         if not tokens: return
         page = self.pool.find(self.prefix.key(tokens // self.pool.page_size - 1))
         assert page != NONE, "states that were found"
-        self.pool.share(page)
+        self.pool.device.share(page)
         self.entries[tokens] = page
 
     def step(self, start: int, end: int, computed: int) -> StateStep:
@@ -117,14 +126,21 @@ class StateTable:
         source, border, kept = self.entries.get(start, NONE), end // size * size, NONE
         if pool.sharing and start < border < end and pool.can_spare:
             kept = self.entries[border] = pool.take()
-        target = source
-        if source == NONE or not self._is_own(source) or (
-                pool.sharing and start % size == 0 and pool.can_spare): target = pool.take()
+            self._spare(border)
+        target, own = source, source != NONE and self._is_own(source)
+        if not own: target = pool.take()
+        elif pool.sharing and start % size == 0 and pool.can_spare:
+            target = pool.take()
+            self._spare(start)
         else: del self.entries[start]
         self.entries[end] = target
         pool.device.written_in[target] = pool.batch
         self.register(computed)
         return StateStep(source, border - start if kept != NONE else 0, kept, target)
+
+    def _spare(self, tokens: int) -> None:
+        self.spares.add(tokens)
+        self.pool.spares += 1
 
     def _is_own(self, page: int) -> bool:
         device = self.pool.device
@@ -138,14 +154,16 @@ class StateTable:
             known = tokens <= computed
             if pool.sharing and known and tokens % size == 0:
                 pool.device.register(page, self.prefix.key(tokens // size - 1) + SUFFIX)
-            if tokens < newest and (known or tokens % size): pool.drop(self.entries.pop(tokens))
+            if tokens < newest and (known or tokens % size):
+                pool.drop(self.entries.pop(tokens), tokens in self.spares)
+                self.spares.discard(tokens)
 
     def fork(self, prefix: PrefixHashes) -> StateTable:
         """A table with the same newest states."""
         made = StateTable(self.pool, prefix)
         if self.entries:
             made.entries[self.newest] = page = self.entries[self.newest]
-            self.pool.share(page)
+            self.pool.device.share(page)
         return made
 
     def last_valid(self, most: int, batch: int) -> int:
@@ -160,7 +178,8 @@ class StateTable:
         for each, page in list(self.entries.items()):
             if each != tokens:
                 del self.entries[each]
-                self.pool.release(page)
+                self.pool.release(page, each in self.spares)
+                self.spares.discard(each)
 
     def release(self) -> None:
         """Releases all states."""

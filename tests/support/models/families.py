@@ -139,7 +139,7 @@ CASES = {
     "nemotron-h": Case("NemotronH", {**NEMOTRON, "hybrid_override_pattern": "M-M*-", "n_groups": 2}),
     "nemotron-h-moe": Case("NemotronH", {**NEMOTRON, "hybrid_override_pattern": "ME*E-", "n_group": 2,
                                          "topk_group": 1, "routed_scaling_factor": 2.5, "mlp_bias": True,
-                                         "use_conv_bias": False}),
+                                         "use_conv_bias": False, "time_step_min": 0.8}),
     "nemotron-h-latent": Case("NemotronH", {**NEMOTRON, "hybrid_override_pattern": "ME*E",
                                             "moe_latent_size": 32, "residual_in_fp32": True}),
     "mamba": Case("Mamba", {"state_size": 8}),

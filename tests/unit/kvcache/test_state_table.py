@@ -58,17 +58,8 @@ def open_table(pool: PagePool, tokens: list[int]) -> HybridTable:
 
 
 def require_conserved(pool: PagePool, tables: list[HybridTable]) -> None:
-    """Every page of states is free, cached, or in the tables that refer to it."""
-    states = pool.states
-    assert states is not None
-    counts = [0] * states.device.total
-    for table in tables:
-        assert table.states is not None
-        for page in table.states.entries.values(): counts[page] += 1
-    for page in states._dropped: counts[page] += 1
-    assert counts == states.device.references
-    assert sum(counts) == states.in_use
-    assert states.device.available + sum(count > 0 for count in counts) == states.device.total
+    assert pool.states is not None
+    pool.states.assert_conserved(table.states for table in tables)
 
 
 def test_a_prompt_in_chunks_keeps_its_borders():
@@ -118,6 +109,25 @@ def test_borders_are_not_kept_where_pages_are_short():
         device.step(0, table, tokens, t, t + 1)
         device.launch()
         require_conserved(device.pool, [table])
+
+
+@pytest.mark.parametrize("more", range(6))
+def test_all_sequences_go_on_from_borders_at_once(more: int):
+    """Each holds what it has found, takes a page to write, and would keep another border."""
+    count = 4
+    device = Device(make_pool(sequences=count, more=more))
+    prompts = [[10 * i + j for j in range(SIZE)] + [1, 2, 3, 4, 5, 6] for i in range(count)]
+    for i, tokens in enumerate(prompts):
+        table = open_table(device.pool, tokens)
+        device.step(i, table, tokens, 0, SIZE)
+        device.launch()
+        table.release()
+    tables = [open_table(device.pool, tokens) for tokens in prompts]
+    for i, (table, tokens) in enumerate(zip(tables, prompts, strict=True)):
+        start = table.states.newest if table.states is not None else 0
+        device.step(i, table, tokens, start, len(tokens))
+    device.launch()
+    require_conserved(device.pool, tables)
 
 
 def test_a_fork_reads_the_states_of_its_source():

@@ -23,12 +23,14 @@ from tinygrad_nv.errors import ModelError
 from tinygrad_nv.models.attention import Attention
 from tinygrad_nv.models.checkpoint import SAFETENSORS_DTYPES, convert
 from tinygrad_nv.models.feed_forward import MixtureOfExperts
+from tinygrad_nv.models.fit import EMBEDDING
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.parts import BIAS
 from tinygrad_nv.models.weights import WeightSlice, slots, tensors_of
 from tinygrad_nv.runtime.memory import read_part
 from tinygrad_nv.train.files import CHUNK, DTYPES, Source
 
+BACKBONE_NORM = "model.norm_f"
 # floats of checkpoints: by safetensors' names, and by those of config.json
 FLOATS = {dtype: name for dtype, name in DTYPES.items() if name in SAFETENSORS_DTYPES}
 CONFIG_NAMES = {dtype: SAFETENSORS_DTYPES[name] for dtype, name in FLOATS.items()}
@@ -49,11 +51,20 @@ def sources(model: Llama, dtype: DType) -> dict[str, Source]:
     exact = _exact(model)
     def find_stored(tensor: Tensor) -> DType: return tensor.dtype if id(tensor) in exact else dtype
     joined = _join(model, dtype) if model.config.names.fused else {}
-    prefixes = tuple(name.rpartition(".")[0] + "." for name in joined)
+    experts = model.config.names.expert.partition("{}")[0]
+    prefixes = tuple(f"model.layers.{i}.{experts}" for i in range(len(model.blocks)) if joined)
     apart = {name: slot for name, slot in every.items() if not (prefixes and name.startswith(prefixes))}
-    return {name: Source(FLOATS[find_stored(slot.tensor)], slot.shape,
+    made = {name: Source(FLOATS[find_stored(slot.tensor)], slot.shape,
                          partial(_rows, slot, find_stored(slot.tensor)))
             for name, slot in apart.items()} | joined
+    return {_stored_name(model, name): each for name, each in made.items()}
+
+
+def _stored_name(model: Llama, name: str) -> str:
+    """The name in files of a network that is called backbone, as state-space models call it."""
+    if model.config.names.last_norm != BACKBONE_NORM: return name
+    if name == EMBEDDING: return "backbone.embeddings.weight"
+    return name.replace("model.", "backbone.", 1)
 
 
 def _exact(model: Llama) -> set[int]:

@@ -259,9 +259,11 @@ def shorten(config: ModelConfig, layers: int) -> ModelConfig:
     moe = config.moe
     if moe is not None: moe = replace(moe, layers=moe.layers[:layers])
     return replace(config, num_layers=layers, ropes=config.ropes[:layers], windows=config.windows[:layers],
-                   moe=moe)
+                   moe=moe, mixers=config.mixers[:layers], halves=config.halves[:layers])
 
 
 def _kinds(config: ModelConfig) -> list[tuple[object, ...]]:
     mixtures = (False,) * config.num_layers if config.moe is None else config.moe.layers
-    return list(zip(config.windows, config.ropes, mixtures, strict=True))
+    none = (None,) * config.num_layers
+    return list(zip(config.windows, config.ropes, mixtures, config.mixers or none, config.halves or none,
+                    strict=True))
