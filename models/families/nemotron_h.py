@@ -79,7 +79,7 @@ def nemotron_h(f: Fields) -> dict[str, Any]:
             "halves": tuple("mixer" if kind in (LINEAR, FULL) else "feed_forward" for kind in kinds),
             "ropes": (None,) * layers, "norm_eps": f.number("layer_norm_epsilon"), "mlp_gated": False,
             "activation": read_activation(f), "mlp_bias": f.flag("mlp_bias"),
-            "norm_rounds_last": True,
+            "norm_rounds_last": True, "qkv_bias": False, "output_bias": False,
             "moe": mixture(f, experts) if any(experts) else None}
 
 

@@ -129,10 +129,11 @@ LENIENT = {("Mistral", "kv heads are null"), ("Gemma", "kv heads are null"),
                                                             "Llama4")),
            ("Qwen2Moe", "windows null"),     # no layer has one
            *((family, "kv heads are null") for family in ("Lfm2", "Lfm2Moe", "Qwen3Next", "Qwen3_5",
-                                                            "Qwen3_5Moe")),
+                                                            "Qwen3_5Moe", "NemotronH")),
            ("Bamba", "dynamic"),    # its class divides by 0
            # no layer has rope
-           *((family, kind) for kind in ("linear without factor", "dynamic, no factor")
+           *((family, name) for name in FIELDS if name.startswith(("linear", "dynamic", "llama3", "yarn",
+                                                                   "longrope", "proportional"))
              for family in ("Mamba", "Mamba2", "FalconMamba", "Jamba", "NemotronH", "GraniteMoeHybrid")),
            ("DeepseekV3", "head_dim")}       # qk_rope_head_dim says it
 
