@@ -210,7 +210,8 @@ class DotEmitter(Columns):
         if self.is_limited(op.result): begin, last = f"{self.low} / {columns} * {columns}", self.high
         if self.is_limited(a):
             skip = f" + {self.low} / {per}"
-            units = f"smaller({units}, ({self.high} + {per - 1}) / {per}) - {self.low} / {per}"
+            # a strip beyond the last row may see nothing of what b has
+            units = f"larger(0, smaller({units}, ({self.high} + {per - 1}) / {per}) - {self.low} / {per})"
         row = f"(const word *){left.base} + {at} * {left.pitch}{skip}"
         panel = f"right{number} + c * {deep}{skip and f'{skip} * {columns}'}"
         with self.braces(f"for (s64 c = {begin}; c < {last}; c += {columns})"):

@@ -97,7 +97,8 @@ def _operands(op: Op) -> list[Value]:
 def _may_leave_out(op: Op, values: Set[Value]) -> bool:
     """Whether an operation may read some columns alone."""
     if op.name == "reduce": return not op.regions and op.attributes["axis"] == 1
-    if op.name == "dot": return not any(each in values for each in op.operands[1:])
+    if op.name == "dot":    # of bytes all columns are corrected for signs
+        return op.operands[0].dtype.itemsize > 1 and not any(each in values for each in op.operands[1:])
     return op.name in ELEMENTS
 
 

@@ -54,7 +54,8 @@ class LoopEmitter(DotEmitter):
         names = self._enter(initial, carried)
         bounds = [self.scalar(each) for each in (start, stop, step)]
         i, at, before = self.name("i"), len(self.lines), self.outside
-        made = {*region.arguments, *(each for inner in region.walk() for each in inner.results)}
+        made = {*region.arguments, *(each for inner in region.walk() for each in inner.results),
+                *(each for inner in region.walk() for own in inner.regions for each in own.arguments)}
         self.outside = Outside([], made, self.written_inside)
         if not op.attributes.get("unroll", True): self.line('_Pragma("clang loop unroll(disable)")')
         with self.braces(f"for (s32 {i} = {bounds[0]}; {i} < {bounds[1]}; {i} += {bounds[2]})"):

@@ -129,10 +129,12 @@ def _add_makers(region: Region, rows: int, striped: set[Op]) -> None:
     for op in reversed(region.ops):
         if op.name not in (*ELEMENTS, "broadcast", "load_block") or op in striped: continue
         if op.result.shape[:1] != (rows,) or len(op.result.shape) != 2 or op.result in region.yields: continue
-        if (found := users.get(op.result)) and all(_reads_rows(each, op.result, striped) for each in found):
-            striped.add(op)
+        values = {each for one in striped for each in one.results} | {op.result}
+        if (found := users.get(op.result)) and all(_reads_rows(each, op.result, rows, values, striped)
+                                                   for each in found): striped.add(op)
 
 
-def _reads_rows(op: Op, value: Value, striped: Set[Op]) -> bool:
-    """Whether a striped operation reads rows of a value as its own."""
-    return op in striped and (op.name != "dot" or value is not op.operands[1])
+def _reads_rows(op: Op, value: Value, rows: int, values: Set[Value], striped: Set[Op]) -> bool:
+    """Whether a striped operation reads rows of a value as its own, inside of a branch too."""
+    if op not in striped or (op.name == "dot" and value is op.operands[1]): return False
+    return all(_keeps_inside(each, rows, values) for each in op.regions)

@@ -224,9 +224,8 @@ class _Place:
 
 
 def _place(tensor: TensorRef, entries: Sequence[Any]) -> _Place:
-    if _numel(tensor) > LARGEST:
-        fail(f"a gather from {tensor} of {_numel(tensor)} elements", f"at most {LARGEST}",
-             "index it with blocks")
+    if (count := max(_numel(tensor), tensor.parameter.span)) > LARGEST:
+        fail(f"a gather from {tensor} of {count} elements", f"at most {LARGEST}", "index it with blocks")
     tiles = [i for i, one in enumerate(entries) if isinstance(one, Tile) and one.ndim]
     rank = max((entries[i].ndim for i in tiles), default=0)
     first = tiles[0] if tiles else len(entries)

@@ -2,6 +2,8 @@
 out, loops that end behind their condition, tiles with padding, names."""
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from tinygrad import Tensor
 from tinygrad.dtype import dtypes
@@ -11,9 +13,12 @@ from tinygrad_nv import tile
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.language import KTile, OTile, kernel
 from tinygrad_nv.runtime.cpu.program import load
-from tinygrad_nv.tile.language.names import f32, int32
+from tinygrad_nv.tile.language.gpu import build
+from tinygrad_nv.tile.language.ir import TensorParameter
+from tinygrad_nv.tile.language.names import bf16, f32, int32
 from tinygrad_nv.tile.language.schedule import TileSchedule
 from tinygrad_nv.tile.router.spec import GroupRowsSpec
+from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
 F32, BF16, S32 = dtypes.float32, dtypes.bfloat16, dtypes.int32
@@ -111,3 +116,38 @@ def test_rows_beyond_a_symbolic_number_are_not_read() -> None:
     run(order, offsets, experts, 5)
     assert offsets.tolist() == [0, 5, 10, 10, 10]
     assert order[:10].tolist() == [0, 2, 4, 6, 8, 1, 3, 5, 7, 9]
+
+
+# **** barriers and alignment ****
+
+@kernel(grid=(4,))
+def of_experts(a: KTile["M", "K", bf16], w: KTile["E", "K", "N", bf16], index: KTile["E", int32],
+               bias: KTile["E", "N", bf16], out: OTile["E", "M", "N", f32], copy: OTile["E", "N", bf16]):
+    """A row that is copied stays ahead of an index, which a producer's loop of copies needs, too."""
+    p, whole = tile.program_id(0), tile.block(0, 64)
+    row = bias[p, whole]
+    e = index[p]
+    acc = tile.zeros((64, 64), f32)
+    for k in tile.range(0, 256, 64):
+        acc = tile.dot(a[whole, tile.block(k, 64)], w[e, tile.block(k, 64), whole], acc)
+    out[e, whole, whole] = acc
+    copy[e, whole] = row
+
+
+def test_one_lane_that_copies_meets_no_barrier_of_its_warp():
+    def empty(dtype: Any, *shape: int) -> Tensor: return Tensor.zeros(*shape, dtype=dtype).contiguous()
+    ptx = of_experts.source(empty(bf16, 64, 256), empty(bf16, 4, 256, 64), empty(int32, 4), empty(bf16, 4, 64),
+                            empty(f32, 4, 64, 64), empty(bf16, 4, 64), arch="sm_90a")
+    assert "cp.async.bulk.tensor" in ptx, "a producer copies"
+    assert ptx.count("bar.warp.sync") == 1, "the program's own alone"
+
+
+def test_rows_by_index_of_a_tensor_that_begins_between_vectors():
+    def rows(x: Any, index: Any, out: Any) -> None:
+        out[tile.block(0, 8), tile.block(0, 64)] = x[tile.load(index, tile.block(0, 8)), tile.block(0, 64)]
+    for offset, wide in ((1, False), (4, True)):
+        x = TensorParameter("x", dtypes.float32, (100, 64), offset=offset, steps=(64, 1))
+        made = program(rows, [TensorParameter("out", dtypes.float32, (8, 64), True), x,
+                              ref("index", dtypes.int32, 8)])
+        ptx = build(made, TileSchedule(), GPU("sm_90a")).ptx
+        assert ("ld.global.nc.v4.f32" in ptx or "ld.global.nc.v4.b32" in ptx) == wide

@@ -196,7 +196,8 @@ class Memory(Values):
         last = len(offsets.shape) - 1
         made = min(known.run, tested.same, max(16 // tensor.dtype.itemsize, 1), layout.count,
                    layout.run(extents(offsets.shape).of_axis(last)))
-        while made > 1 and (known.group_multiple(made) % made or offsets.shape[last] % made): made //= 2
+        while made > 1 and (known.group_multiple(made) % made or offsets.shape[last] % made
+                            or tensor.offset % made): made //= 2
         return made
 
     def do_load(self, op: Op) -> None:

@@ -29,6 +29,7 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.ptx.builder import Value as Register
 from tinygrad_nv.tile.lanes import Lanes, Number
 from tinygrad_nv.tile.language.gpu.consumer import Consumer, Flight, Stages
+from tinygrad_nv.tile.language.gpu.early import Early
 from tinygrad_nv.tile.language.gpu.pipelines import Pipelines
 from tinygrad_nv.tile.language.gpu.pipelining import Production, inner_loops
 from tinygrad_nv.tile.language.gpu.registers import register_counts
@@ -156,7 +157,11 @@ class Specialised(Pipelines):
         for op in region.ops:
             if op.name == "for" and (op in self.filled or self._around(op)): self._fill(op, wanted)
             elif op.name == "if" and self._around(op): self._choose(op, wanted)
-            elif op in wanted: getattr(self, f"do_{op.name}")(op)
+            elif op in wanted:
+                # one lane is here: others do not come to the barriers of early loads
+                early, self.early = self.early, Early()
+                getattr(self, f"do_{op.name}")(op)
+                self.early = early
 
     def _choose(self, op: Op, wanted: set[Op]) -> None:
         """The copies of a branch's sides."""
