@@ -57,11 +57,11 @@ def sources(model: Llama, dtype: DType) -> dict[str, Source]:
     made = {name: Source(FLOATS[find_stored(slot.tensor)], slot.shape,
                          partial(_rows, slot, find_stored(slot.tensor)))
             for name, slot in apart.items()} | joined
-    return {_stored_name(model, name): each for name, each in made.items()}
+    return {_rename(model, name): each for name, each in made.items()}
 
 
-def _stored_name(model: Llama, name: str) -> str:
-    """The name in files of a network that is called backbone, as state-space models call it."""
+def _rename(model: Llama, name: str) -> str:
+    """Returns the name in files of a network that is called backbone, as state-space models call it."""
     if model.config.names.last_norm != BACKBONE_NORM: return name
     if name == EMBEDDING: return "backbone.embeddings.weight"
     return name.replace("model.", "backbone.", 1)

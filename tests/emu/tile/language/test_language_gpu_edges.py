@@ -136,8 +136,9 @@ def of_experts(a: KTile["M", "K", bf16], w: KTile["E", "K", "N", bf16], index: K
 
 def test_one_lane_that_copies_meets_no_barrier_of_its_warp():
     def empty(dtype: Any, *shape: int) -> Tensor: return Tensor.zeros(*shape, dtype=dtype).contiguous()
-    ptx = of_experts.source(empty(bf16, 64, 256), empty(bf16, 4, 256, 64), empty(int32, 4), empty(bf16, 4, 64),
-                            empty(f32, 4, 64, 64), empty(bf16, 4, 64), arch="sm_90a")
+    made = of_experts.program(empty(bf16, 64, 256), empty(bf16, 4, 256, 64), empty(int32, 4),
+                              empty(bf16, 4, 64), empty(f32, 4, 64, 64), empty(bf16, 4, 64))
+    ptx = build(made, TileSchedule(), GPU("sm_90a")).ptx
     assert "cp.async.bulk.tensor" in ptx, "a producer copies"
     assert ptx.count("bar.warp.sync") == 1, "the program's own alone"
 

@@ -42,7 +42,9 @@ def touches_memory(op: Op) -> bool:
 
 
 class Memory(Values):
-    """Accesses to tensors. `ahead`: the kernel ahead has not been waited for."""
+    """Accesses to tensors. `ahead`: the kernel ahead has not been waited for. `alone`: one lane loads, and
+    others do not come to barriers of its warp."""
+    alone = False
 
     @cached_property
     def early(self) -> Early:
@@ -80,7 +82,7 @@ class Memory(Values):
         result = op.result
         layout = self.assignment.layout(result)
         tensor = self._tensor(op, False)
-        if op in self.early.scalars: self.kb.emit("bar.warp.sync", FULL)
+        if op in self.early.scalars and not self.alone: self.kb.emit("bar.warp.sync", FULL)
         at = BlockPlace(self, tensor, op.attributes["sizes"], op.operands, layout, False)
         space = "global" if op in self.early.tiles else self.space(tensor)
         self.put(result, self._fetch_block(at, op.attributes["other"], result.shape, space), layout)

@@ -29,7 +29,6 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.ptx.builder import Value as Register
 from tinygrad_nv.tile.lanes import Lanes, Number
 from tinygrad_nv.tile.language.gpu.consumer import Consumer, Flight, Stages
-from tinygrad_nv.tile.language.gpu.early import Early
 from tinygrad_nv.tile.language.gpu.pipelines import Pipelines
 from tinygrad_nv.tile.language.gpu.pipelining import Production, inner_loops
 from tinygrad_nv.tile.language.gpu.registers import register_counts
@@ -45,7 +44,6 @@ GROUP = 16              # programs along x that run side by side
 
 class Specialised(Pipelines):
     """Programs with a producer."""
-
     def specialise(self, made: Production) -> None:
         """Shared memory, maps and barriers of the loops that a producer fills."""
         self.maps: list[MapArgument] = []
@@ -158,10 +156,9 @@ class Specialised(Pipelines):
             if op.name == "for" and (op in self.filled or self._around(op)): self._fill(op, wanted)
             elif op.name == "if" and self._around(op): self._choose(op, wanted)
             elif op in wanted:
-                # one lane is here: others do not come to the barriers of early loads
-                early, self.early = self.early, Early()
+                self.alone = True
                 getattr(self, f"do_{op.name}")(op)
-                self.early = early
+                self.alone = False
 
     def _choose(self, op: Op, wanted: set[Op]) -> None:
         """The copies of a branch's sides."""
