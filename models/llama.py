@@ -25,7 +25,6 @@ from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv import functional as F
-from tinygrad_nv.errors import ModelError
 from tinygrad_nv.kvcache.store import HybridCache, LayerBoth, LayerStates, PagedCache
 from tinygrad_nv.quant.activations import QWeight
 from tinygrad_nv.quant.tensor import QTensor
@@ -133,9 +132,6 @@ class Llama:
 
     def __init__(self, config: ModelConfig, dtype: DType = dtypes.float32, device: str | None = None,
                  positions: int | None = None, parallel: Parallel | None = None) -> None:
-        if parallel is not None and config.has_states:
-            raise ModelError(f"{config.architecture}, whose layers keep states, on several ranks",
-                             "one rank", "use data parallelism, or a quantised model that fits one GPU")
         self.config, self.dtype, self.device, self.parallel = config, dtype, device, parallel
         self.positions = config.max_positions if positions is None else positions
         self.rope_rows = self.positions     # of the tables, at least

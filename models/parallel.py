@@ -267,8 +267,10 @@ def stage_layers(layers: int, stage: int, stages: int) -> range:
 
 
 def stage_config(config: ModelConfig, stage: int, stages: int) -> ModelConfig:
-    """Returns the configuration of a stage of a pipeline. Raises `ModelError` for more stages than layers."""
+    """Returns the configuration of a stage of a pipeline. Raises `ModelError` for more stages than layers
+    and for layers that keep states."""
     if stages == 1: return config
+    _require_no_states(config)
     if stages > config.num_layers:
         raise ModelError(f"{stages} stages of a pipeline, and num_hidden_layers is {config.num_layers}",
                          f"at most {config.num_layers}", "change --pipeline-parallel-size")
@@ -294,6 +296,7 @@ def local_config(config: ModelConfig, ranks: int, experts: bool = False) -> Mode
     """Returns the configuration of one of `ranks`; with `experts` it has some of them whole. Raises
     `ModelError` where it cannot be cut."""
     if ranks == 1: return config
+    _require_no_states(config)
     _require_cut(config, ranks, experts)
     moe = config.moe
     if moe is not None:
@@ -315,6 +318,12 @@ def names_apart(names: Names) -> Names:
         above = names.gate_up[0].rpartition(".")[0]
         names = replace(names, gate_up=(f"{above}.gate_proj", f"{above}.up_proj"))
     return names
+
+
+def _require_no_states(config: ModelConfig) -> None:
+    if config.has_states:
+        raise ModelError(f"{config.architecture}, whose layers keep states, on several ranks",
+                         "one rank", "use data parallelism, or a quantised model that fits one GPU")
 
 
 def _require_cut(config: ModelConfig, ranks: int, experts: bool) -> None:

@@ -190,6 +190,13 @@ def test_what_cannot_be_cut(hf_model: Callable[[str], Path], family: str, ranks:
     assert [word for word in words if word not in str(raised.value)] == []
 
 
+def test_layers_that_keep_states_are_not_cut(hf_model: Callable[[str], Path]):
+    """Neither among ranks nor into stages."""
+    config = read_config(hf_model("lfm2"))
+    for cut in (lambda: local_config(config, 2), lambda: stage_config(config, 0, 2)):
+        with pytest.raises(ModelError, match="keep states, on several ranks"): cut()
+
+
 @pytest.mark.parametrize("family", ["qwen2", pytest.param("phi3", marks=pytest.mark.slow),
                                     pytest.param("olmo2", marks=pytest.mark.slow)])
 def test_floats_of_gguf_files(hf_model: Callable[[str], Path], tmp_path: Path, family: str):

@@ -57,7 +57,7 @@ def test_gradients_of_a_layer_are_as_near_as_torchs(seed: int):
     made = dispatch(mine["tokens"], experts, "top2").float() * Tensor(SIGNS)
     found = made.sum().gradient(*mine.values())
     names = [each.name for each in explain(*found).kernels]
-    assert names.count("grouped_outer_mma") == 4
+    assert sum(name.startswith("grouped_outer") for name in names) == 4
     assert sum(name.startswith("grouped_transposed") for name in names) == 2
     Tensor.realize(*found)
     for name, one, other, wanted in zip(given, found, usual, exact, strict=True):

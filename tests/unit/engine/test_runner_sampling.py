@@ -127,7 +127,7 @@ def test_penalties_count_prompt_and_output(model, runner):
     # + 5 − 2 − 2k: sampled until the penalty outweighs the bias
     tokens = [int(chosen(runner, Sample(4, 0, 5)).tokens[0]) for _ in range(12)]
     assert tokens[0] == best
-    assert tokens[-1] != best
+    assert any(token != best for token in tokens)
     runner.start_slot(0, SamplingParams(temperature=0), 0, PROMPT)
     assert chosen(runner, Sample(4, 0, 5)).tokens[0] == best
 
