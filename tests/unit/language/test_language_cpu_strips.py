@@ -65,6 +65,25 @@ def shaped(q: KTile["S", "D"], k: KTile["N", "D"], v: KTile["N", "D"]) -> OTile[
     return attend(q, k, v, tile.context(), lambda r, c: c * c <= r)
 
 
+@kernel.schedule(Schedule(block=(80, 64)))
+def wrap(q: KTile["S", "D"], k: KTile["N", "D"], v: KTile["N", "D"]) -> OTile["S", "D", f32]:
+    """The sums of all rows but the first wrap around: these see everything."""
+    return attend(q, k, v, tile.context(), lambda r, c: r + (2**31 - 1) < c)
+
+
+@kernel.schedule(Schedule(block=(80, 64)))
+def fold(q: KTile["S", "D"], k: KTile["N", "D"], v: KTile["N", "D"]) -> OTile["S", "D", f32]:
+    """The second 40 rows have the indices of the first."""
+    index = tile.broadcast_to(tile.arange(40)[:, None], (2, 40, 1)).reshape(80, 1)
+    return attend(q, k, v, tile.context(), lambda r, c: index <= c)
+
+
+@kernel.schedule(Schedule(block=(80, 64)))
+def repeat(q: KTile["S", "D"], k: KTile["N", "D"], v: KTile["N", "D"]) -> OTile["S", "D", f32]:
+    """All columns have the index 0."""
+    return attend(q, k, v, tile.context(), lambda r, c: tile.arange(1)[:, None] < 1)
+
+
 def arrays(rows: int, keys: int, d: int) -> list[np.ndarray]:
     return [RANDOM.standard_normal((each, d)).astype(np.float32) for each in (rows, keys, keys)]
 
@@ -88,7 +107,8 @@ def run_at(made: Program, level: str, given: list[np.ndarray], out: np.ndarray) 
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("fn", [causal, window, capped, lifted, shaped], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("fn", [causal, window, capped, lifted, shaped, wrap, fold, repeat],
+                         ids=lambda fn: fn.__name__)
 @pytest.mark.parametrize(("rows", "keys", "d"), [(80, 64, 32), (173, 150, 40), (90, 300, 17), (161, 64, 16)])
 def test_attention(level: str, fn: Any, rows: int, keys: int, d: int):
     """Rows and keys that end within a strip or a block, heads of any size."""
@@ -107,7 +127,8 @@ def test_operands_of_every_width(dtype: Any, fn: Any):
     np.testing.assert_allclose(fn(*given).numpy(), fn.interpret(*given), rtol=1e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize(("fn", "bounds"), [(causal, 1), (window, 2), (capped, 1), (lifted, 0), (shaped, 0)],
+@pytest.mark.parametrize(("fn", "bounds"), [(causal, 1), (window, 2), (capped, 1), (lifted, 0), (shaped, 0),
+                                            (wrap, 1), (fold, 0), (repeat, 0)],
                          ids=lambda one: getattr(one, "__name__", str(one)))
 def test_columns_that_are_hidden(fn: Any, bounds: int):
     """Masks bound columns where they compare indices, and where what they hide adds nothing."""

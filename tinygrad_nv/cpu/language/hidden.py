@@ -8,6 +8,7 @@ maxima and dots of them go over these columns alone.
 """
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -106,8 +107,10 @@ def _conditions(value: Value, makers: Makers) -> list[Visible]:
     """Comparisons that all hold where a condition does, of those that bound columns."""
     op = makers.get(value)
     if op is None: return []
-    if op.name == "broadcast" or (op.name == "reshape" and op.operands[0].shape[-1:] == op.result.shape[-1:]):
-        return _conditions(op.operands[0], makers)
+    if op.name in ("broadcast", "reshape"):
+        source = op.operands[0]
+        stays = op.name == "broadcast" or op.result.shape[-len(source.shape):] == source.shape
+        return _conditions(source, makers) if stays else []
     if op.name != "apply": return []
     fn = op.attributes["fn"]
     if fn == "and": return [each for one in op.operands for each in _conditions(one, makers)]
@@ -133,16 +136,27 @@ def _index(value: Value, makers: Makers) -> Index | None:
     if isinstance(known, int): return Index(known)
     if not value.shape: return Index(0, [value])
     if op is None: return None
-    if op.name == "iota": return Index(axes=Counter((COLUMN,)))
-    if op.name in ("broadcast", "reshape"):
-        source = op.operands[0]
-        if (made := _index(source, makers)) is None: return None
-        if op.name == "broadcast" or source.shape[-1:] == op.result.shape[-1:] or not made.axes: return made
-        turned = op.result.shape == (*source.shape, 1)      # a new last axis
-        return Index(made.number, made.scalars, Counter({each - 1: n for each, n in made.axes.items()})) \
-            if turned else None
+    if op.name == "iota": return Index(axes=Counter((COLUMN,) * (value.shape != (1,))))
+    if op.name == "broadcast": return _index(op.operands[0], makers)
+    if op.name == "reshape": return _reshape_index(_index(op.operands[0], makers), op)
     if op.name != "apply" or op.attributes["fn"] not in ("add", "sub"): return None
     a, b = (_index(each, makers) for each in op.operands)
     if a is None or b is None: return None
     if op.attributes["fn"] == "add": return Index(a.number + b.number, a.scalars + b.scalars, a.axes + b.axes)
     return None if b.scalars or b.axes else Index(a.number - b.number, a.scalars, a.axes)
+
+
+def _reshape_index(index: Index | None, op: Op) -> Index | None:
+    """The sum along the axes of the result; None where one of its axes is not there."""
+    if index is None: return None
+    source, shape = op.operands[0].shape, op.result.shape
+    axes = Counter[int]()
+    for axis, count in index.axes.items():
+        place = source[axis], _stride(source, axis)
+        found = [each for each in range(-len(shape), 0) if (shape[each], _stride(shape, each)) == place]
+        if not found: return None
+        axes[found[0]] = count
+    return Index(index.number, index.scalars, axes)
+
+
+def _stride(shape: Sequence[int], axis: int) -> int: return math.prod(shape[len(shape) + axis + 1:])

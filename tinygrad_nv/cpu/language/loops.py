@@ -16,7 +16,7 @@ from tinygrad_nv.cpu.kernel import c_type
 from tinygrad_nv.cpu.language.dot import DotEmitter
 from tinygrad_nv.cpu.language.emitter import c_name
 from tinygrad_nv.cpu.language.grouping import LAZY
-from tinygrad_nv.cpu.language.hidden import find_hidden
+from tinygrad_nv.cpu.language.hidden import COLUMN, ROW, Index, find_hidden
 from tinygrad_nv.cpu.language.strips import Strips, find_strips
 from tinygrad_nv.cpu.language.text import Outside
 from tinygrad_nv.cpu.language.views import View, vector
@@ -101,17 +101,25 @@ class LoopEmitter(DotEmitter):
         self.low, self.high = self.name("low"), self.name("high")
         self.line(f"s64 {self.low} = 0, {self.high} = {size};")
         for each in found.bounds:
-            (name, other) = (self.high, each.left) if each.is_end else (self.low, each.right)
-            own, last = (each.right, f"{end} - 1") if each.is_end else (each.left, row)
-            number = own.number - other.number + (each.more if each.is_end else 1 - each.more)
-            terms = [*(f"+ (s64){self.scalar(one)}" for one in own.scalars),
-                     *(f"- (s64){self.scalar(one)}" for one in other.scalars)]
-            if own.axes: terms.append(f"+ {last}")
-            bound = f"{number} {' '.join(terms)}"
-            self.line(f"{name} = {'smaller' if each.is_end else 'larger'}({name}, {bound});")
+            left, right = (each.left, each.right)
+            # what wraps around below the other side, or above, may be visible
+            exact = f"{self._add(left, f'{end} - 1', size - 1)} <= 0x7fffffff && " \
+                    f"{self._add(right, row, 0)} >= -0x7fffffff - 1"
+            if each.is_end:
+                bound = f"{self._add(right, f'{end} - 1')} - {self._add(left)} + {each.more}"
+                self.line(f"if ({exact}) {self.high} = smaller({self.high}, {bound});")
+            else:
+                bound = f"{self._add(left, row)} - {self._add(right)} + {1 - each.more}"
+                self.line(f"if ({exact}) {self.low} = larger({self.low}, {bound});")
         self.line(f"if ({self.low} >= {self.high}) continue;")
         self.line(f"{self.low} = {self.low} / W * W;")
         self.hidden = found
+
+    def _add(self, index: Index, row: str = "0", column: int = 0) -> str:
+        """A sum of indices as a C number of 64 bits."""
+        places = [row] * index.axes[ROW] + [str(column)] * index.axes[COLUMN]
+        terms = [str(index.number), *(f"(s64){self.scalar(each)}" for each in index.scalars), *places]
+        return f"({' + '.join(terms)})"
 
     def _find_together(self, region: Region) -> list[Value]:
         """Returns values of one shape that an iteration leaves, computed element by element: the largest of
