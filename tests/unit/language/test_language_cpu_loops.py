@@ -379,3 +379,19 @@ def test_pairs_are_computed_once():
     np.testing.assert_array_equal(found[0][:, ::2], np.abs(X[:, ::2]))
     np.testing.assert_array_equal(found[0][:, 1::2], 3 * X[:, 1::2])
     assert text.count("sqrt_(") == 1
+
+
+@kernel(grid=(6,))
+def add_cubes(x: KTile["R", "N", f32], out: OTile["R", f32], most: OTile["R", f32]):
+    row = tile.program_id(0)
+    value = x[row, :]
+    a, b = tile.deinterleave(value * value * value)
+    out[row] = tile.sum(a)
+    most[row] = tile.max(a) + tile.max(b)
+
+
+def test_pairs_of_what_takes_time_are_an_array():
+    """A vector of even elements is made of two, which each loop would compute again."""
+    found, text = run(add_cubes, RANDOM.integers(-3, 4, (6, 64)).astype(np.float32))
+    assert len(found) == 2
+    assert text.count("aligned") == 1

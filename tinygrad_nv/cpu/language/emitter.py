@@ -344,7 +344,7 @@ class Emitter(Text):
         if form.name == "apply" and LANGUAGE_OPERATIONS[form.attributes["fn"]].cost > 1:
             return CHEAP_NODES + 1
         made = int(form.name in ("apply", "cast"))
-        for each in form.operands:
+        for each in form.operands * (2 if form.name == "deinterleave" else 1):    # of two vectors each
             if made <= most: made += self._nodes(each, most - made)
         return made
 

@@ -342,3 +342,19 @@ def test_pairs_stay_in_their_threads() -> None:
     assert (made.dynamic_smem, "shfl" in made.ptx, "bar.sync" in made.ptx) == (0, False, False)
     assert "ld.global.nc.v4.b32" in made.ptx
     assert "st.global.v4.b32" in made.ptx
+
+
+def add_squares(x, o):
+    even, odd = E.deinterleave(M.arange(2 * x.shape[0]) * 3)
+    o[:, :] = x[:, :] + even[:, None] * even[None, :] + odd[None, :]
+
+
+@pytest.mark.parametrize("warps", [1, 4])
+def test_pairs_of_indices_are_made_in_every_layout(warps: int) -> None:
+    """Those of rows and those of columns are computed, not moved through shared memory."""
+    from tinygrad_nv.tile.language.gpu import build
+    from tinygrad_nv.tile.template import GPU
+
+    made = program(add_squares, [ref("o", S32, 64, 64, out=True), ref("x", S32, 64, 64)])
+    assert "bar.sync" not in build(made, TileSchedule(warps=warps), GPU("sm_80")).ptx
+    checked(made, TileSchedule(warps=warps), ulps=0)

@@ -98,7 +98,8 @@ class Assignment:
         made: set[Value] = set()
         for op in self.program.body.walk():
             given = [each for each in op.operands if each.shape]
-            pure = op.name in (*ELEMENTS, "iota", "broadcast", "reshape", "transpose", "interleave")
+            pure = op.name in (*ELEMENTS, "iota", "broadcast", "reshape", "transpose", "interleave",
+                               "deinterleave")
             if not pure or not op.result.shape or not all(each in made for each in given): continue
             if op.name == "reshape" and not keeps_order(op.operands[0].shape, op.result.shape): continue
             if not any(use.name == "dot" and op.result in use.operands[:2]
