@@ -64,7 +64,7 @@ def append(keys: Tensor, values: Tensor, q: Tensor, k: Tensor, v: Tensor, table:
 class SequenceGroup:
     """`tokens_per_sequence` new tokens of each of B sequences: `table` int32 [B, pages], `lengths` int32 [B]
     including the new tokens. `states`, int32 [S, 6], are their sequences for layers that have states, whose
-    tokens are counted from the group's first (tile/linear_attention/spec.py)."""
+    tokens are counted from the group's first (tile/sequences.py)."""
     tokens_per_sequence: int
     table: Tensor
     lengths: Tensor

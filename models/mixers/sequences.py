@@ -1,7 +1,7 @@
 """The sequences of a step, and the states that they begin with and leave, whatever kind of batch it is.
 
 Protocol: `runs(batch, x)` cuts the tokens of x (B, T, …), taken as one row after the other, into `Run`s: each
-has a table of sequences (tile/linear_attention/spec.py), of one token each or of any number. `LayerStates`
+has a table of sequences (tile/sequences.py), of one token each or of any number. `LayerStates`
 are a layer's states in pages (kvcache/store.py), in the order of its mixer's `states`. A mixer threads them
 through its functions of runs, by `over_runs`; what these return is joined again. States after a step are in
 the `written` of its batch, to be realized with its results.

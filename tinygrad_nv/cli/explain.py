@@ -179,7 +179,7 @@ def _model(arguments: argparse.Namespace, find: Find) -> str:
     from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
     from tinygrad_nv.explain.hashes import hash_table
     from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
-    from tinygrad_nv.tile.linear_attention.spec import COLUMNS
+    from tinygrad_nv.tile.sequences import COLUMNS
     if arguments.of_pass:
         from tinygrad_nv.language.passes import check
         check(arguments.of_pass)

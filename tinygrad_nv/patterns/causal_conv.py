@@ -17,11 +17,11 @@ from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.decode.paged import check_kind, check_shape
 from tinygrad_nv.patterns.named import call, lower
-from tinygrad_nv.patterns.strides import copy_dense, lay_out
+from tinygrad_nv.patterns.strides import lay_out_rows
 from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.causal_conv.reference import convolve
 from tinygrad_nv.tile.causal_conv.spec import CausalConvSpec
-from tinygrad_nv.tile.linear_attention.spec import COLUMNS, FLOATS
+from tinygrad_nv.tile.sequences import COLUMNS, FLOATS
 
 NAME = "causal_conv"
 
@@ -72,8 +72,7 @@ def lower_causal_conv(what: CausalConv, target: Target, *given: UOp) -> tuple[UO
     if not program.is_whole(windows):
         raise Unsupported("windows are no storage of their own, to be written in place")
     (T, channels), taps = map(int, x.shape), int(rest[0].shape[1])
-    found = lay_out(x)
-    if found.strides[-1] != 1 and channels != 1: found = copy_dense(x)
+    found = lay_out_rows(x)
     spec = CausalConvSpec(T, int(given[-1].shape[0]), channels, taps, int(windows.shape[0]), x.dtype,
                           found.strides[0], found.offset, what.bias, what.silu, what.single)
     outputs = [program.Output((T, channels), x.dtype), windows]

@@ -1,10 +1,10 @@
 """Linear attention as a function known by name: sequences whose states lie in pages, written in place.
 
 Protocol. `linear_attention(q, k, v, decay, beta, states, sequences)` gives each token's result, and changes
-the pages of states as `Tensor.assign` does (tile/linear_attention/spec.py says what, and what `sequences`
-has). Its body is the reference, and what runs wherever no kernel does: it costs as much as all tokens times
-all tokens. There is no gradient. Results and pages are realized together: each alone would run the kernel
-again.
+the pages of states as `Tensor.assign` does (tile/linear_attention/spec.py says what; tile/sequences.py what
+`sequences` has). Its body is the reference, and what runs wherever no kernel does: it costs as much as all
+tokens times all tokens. There is no gradient. Results and pages are realized together: each alone would run
+the kernel again.
 """
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.decode.paged import check_kind, check_shape
 from tinygrad_nv.patterns.named import call, lower
-from tinygrad_nv.patterns.strides import Laid, copy_dense, lay_out
+from tinygrad_nv.patterns.strides import lay_out_rows
 from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.linear_attention.reference import attend
-from tinygrad_nv.tile.linear_attention.spec import COLUMNS, FLOATS, Heads, LinearAttentionSpec
+from tinygrad_nv.tile.linear_attention.spec import Heads, LinearAttentionSpec
+from tinygrad_nv.tile.sequences import COLUMNS, FLOATS
 
 NAME = "linear_attention"
 
@@ -80,7 +81,7 @@ def lower_linear_attention(what: LinearAttention, target: Target, *given: UOp) -
     if not program.is_whole(states):
         raise Unsupported("states are no storage of their own, to be written in place")
     rest = [x.contiguous() for x in given[4:-1]]
-    laid = [_rows(x) for x in tokens]
+    laid = [lay_out_rows(x) for x in tokens]
     q, k, v = (Heads(x.dtype, x.strides[0], x.strides[1], x.offset) for x in laid)
     (T, shared, d_k), (_, heads, d_v) = (map(int, x.shape) for x in (tokens[0], tokens[2]))
     spec = LinearAttentionSpec(T, int(given[-1].shape[0]), heads, shared, d_k, d_v, int(states.shape[0]),
@@ -88,12 +89,6 @@ def lower_linear_attention(what: LinearAttention, target: Target, *given: UOp) -
     outputs = [program.Output((T, heads, d_v), v.dtype), states]
     inputs = [*(x.storage for x in laid), *rest, given[-1]]
     return choose(spec, target).call(states.device, outputs, inputs, nbytes=spec.nbytes, flops=spec.flops)
-
-
-def _rows(x: UOp) -> Laid:
-    """Tokens' heads where they lie, or copied where a head's elements are apart."""
-    found = lay_out(x)
-    return found if found.strides[-1] == 1 or int(x.shape[-1]) == 1 else copy_dense(x)
 
 
 lower(LinearAttention, NAME, lower_linear_attention, "NV_ATTENTION")

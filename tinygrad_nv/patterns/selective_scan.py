@@ -16,11 +16,11 @@ from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.decode.paged import check_kind, check_shape
 from tinygrad_nv.patterns.named import call, lower
-from tinygrad_nv.patterns.strides import Laid, copy_dense, lay_out
+from tinygrad_nv.patterns.strides import Laid, lay_out_rows
 from tinygrad_nv.patterns.target import Target, choose
-from tinygrad_nv.tile.linear_attention.spec import COLUMNS, FLOATS
 from tinygrad_nv.tile.selective_scan.reference import scan
 from tinygrad_nv.tile.selective_scan.spec import Rows, SelectiveScanSpec
+from tinygrad_nv.tile.sequences import COLUMNS, FLOATS
 
 NAME = "selective_scan"
 
@@ -65,7 +65,7 @@ def lower_selective_scan(what: SelectiveScan, target: Target, *given: UOp) -> tu
     if not program.is_whole(states):
         raise Unsupported("states are no storage of their own, to be written in place")
     step, a = (each.contiguous() for each in given[2:4])
-    x, b, c = (_rows(given[i]) for i in (1, 4, 5))
+    x, b, c = (lay_out_rows(given[i]) for i in (1, 4, 5))
     (tokens, channels), (pages, count, _) = (map(int, each.shape) for each in (given[1], states))
     spec = SelectiveScanSpec(tokens, int(sequences.shape[0]), channels, count, pages,
                              _place(x), _place(b), _place(c), what.single)
@@ -75,12 +75,6 @@ def lower_selective_scan(what: SelectiveScan, target: Target, *given: UOp) -> tu
 
 
 def _place(x: Laid) -> Rows: return Rows(x.dtype, x.strides[0], x.offset)
-
-
-def _rows(x: UOp) -> Laid:
-    """Tokens' rows where they lie, or copied where a row's elements are apart."""
-    found = lay_out(x)
-    return found if found.strides[-1] == 1 or int(x.shape[-1]) == 1 else copy_dense(x)
 
 
 lower(SelectiveScan, NAME, lower_selective_scan, "NV_ATTENTION")

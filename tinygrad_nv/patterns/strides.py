@@ -45,6 +45,12 @@ def copy_dense(x: UOp) -> Laid:
     return Laid(x.contiguous() if all_int(x.shape) else x, tuple(reversed(strides)), 0)
 
 
+def lay_out_rows(x: UOp) -> Laid:
+    """An argument in place where elements along its last axis lie side by side, else copied."""
+    found = lay_out(x)
+    return found if found.strides[-1] == 1 or int(x.shape[-1]) == 1 else copy_dense(x)
+
+
 def _in_place(x: UOp) -> Laid | None:
     space = Space()
     ranges = space.ranges(x.shape)

@@ -39,7 +39,7 @@ from tinygrad_nv.graphs.inputs import region
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Event, HostMemory, Upload
 from tinygrad_nv.runtime.memory_pool import label_allocations
-from tinygrad_nv.tile.linear_attention.spec import COLUMNS
+from tinygrad_nv.tile.sequences import COLUMNS
 
 ALIGN = 64      # words: 256 bytes
 STAGING_BUFFERS = 3     # steps whose uploads may be in flight
@@ -128,7 +128,7 @@ class InputLayout:
     """Offsets of the inputs of a shape, with block tables of `entries` pages for each of `groups` groups of
     layers. A token without an adapter has number `adapters`, that of the adapter slots. With `images` there
     are the rows that stand for tokens, and three positions a token (image_inputs.py); with `states` the
-    sequences of layers that have such, of single tokens and of groups (tile/linear_attention/spec.py)."""
+    sequences of layers that have such, of single tokens and of groups (tile/sequences.py)."""
     shape: BatchShape
     entries: int
     groups: int = 1

@@ -21,6 +21,7 @@ from tinygrad_nv.tile.order import BY_ELEMENT
 from tinygrad_nv.tile.programs import Blocks, Grid, TileProgram
 
 DETERMINISM_CLASS = BY_ELEMENT
+F32 = dtypes.float32
 CHANNELS = 256      # of a program: 8 for each thread of a warp
 
 
@@ -31,11 +32,11 @@ def causal_conv(out: Any, windows: Any, x: Any, weight: Any, sequences: Any, spe
     first, count, source, border, kept, target = [sequences[s, i] for i in range(6)]
     window = (windows, source)
     for done in tile.range(0, count, blocks.rows):
-        made = tile.zeros((blocks.rows, blocks.columns), dtypes.float32)
-        if spec.bias: made = made + widen(bias[columns])[None, :]
+        made = tile.zeros((blocks.rows, blocks.columns), F32)
+        if spec.bias: made = made + bias[columns].to(F32)[None, :]
         for j in range(spec.taps):
             column = read(x, window, first, done - (spec.taps - 1) + j, blocks.rows, columns, spec)
-            made = tile.fma(column, widen(weight[columns, j])[None, :], made)
+            made = tile.fma(column, weight[columns, j].to(F32)[None, :], made)
         if spec.silu: made = tile.silu(made)
         some = tile.arange(blocks.rows) + done < count
         tile.store(out, tile.cast(made, out.dtype), tile.block(first + done, blocks.rows), columns,
@@ -54,12 +55,9 @@ def read(x: Any, window: tuple[Any, Any], first: Any, place: Any, size: int, col
     window."""
     windows, source = window
     own = (tile.arange(size) + place >= 0)[:, None]
-    token = tile.where(own, widen(x[tile.block(first + place, size), columns]), 0.0)
+    token = tile.where(own, x[tile.block(first + place, size), columns].to(F32), 0.0)
     # there is no page -1: zeros
-    return token + widen(windows[source, tile.block(place + (spec.taps - 1), size), columns])
-
-
-def widen(x: Any) -> Any: return tile.cast(x, dtypes.float32)
+    return token + windows[source, tile.block(place + (spec.taps - 1), size), columns].to(F32)
 
 
 def grid(spec: CausalConvSpec, blocks: Blocks) -> Grid:

@@ -6,9 +6,8 @@ Protocol: with `taps` K, token i of a sequence has
     out[i, c] = activate(bias[c] + Σ_j weight[c, j] · x[i − (K − 1) + j, c])    j = 0 … K − 1
 
 in float32, rounded once. Tokens before the sequence's first of this call are columns of its window, the K − 1
-newest, or 0. Tokens lie one after the other, and `sequences` are as of linear attention
-(tile/linear_attention/spec.py): the window is read from the page `source`, and its new one written to `kept`
-and `target`.
+newest, or 0. `sequences` are as in tile/sequences.py: the window is read from the page `source`, and its new
+one written to `kept` and `target`.
 """
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.linear_attention.spec import FLOATS
+from tinygrad_nv.tile.sequences import check, describe
 
 
 @dataclass(frozen=True)
@@ -39,12 +38,8 @@ class CausalConvSpec:
     single: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "sequences", "channels", "pages"):
-            if getattr(self, name) < 1: raise SpecError(f"{name}={getattr(self, name)}", "an extent ≥ 1")
+        check(self, ("channels",), (self.dtype,))
         if self.taps < 2: raise SpecError(f"a convolution of {self.taps} taps", "at least 2")
-        if self.single and self.tokens != self.sequences:
-            raise SpecError(f"{self.tokens} tokens of {self.sequences} sequences", "one of each")
-        if self.dtype not in FLOATS: raise SpecError(short(self.dtype), ", ".join(map(short, FLOATS)))
 
     @property
     def nbytes(self) -> int:
@@ -58,6 +53,5 @@ class CausalConvSpec:
         return 2 * self.tokens * self.channels * self.taps
 
     def __str__(self) -> str:
-        each = "one token each" if self.single else f"{self.tokens} tokens"
-        return f"{self.sequences} sequences, {each}, {self.channels} channels, {self.taps} taps" \
-            f"{', silu' * self.silu}, {short(self.dtype)}"
+        return f"{describe(self)}, {self.channels} channels, {self.taps} taps{', silu' * self.silu}, " \
+            f"{short(self.dtype)}"

@@ -28,7 +28,7 @@ from tinygrad_nv.tile.order import PROGRAM
 from tinygrad_nv.tile.programs import Blocks, Grid, TileProgram
 
 DETERMINISM_CLASS = PROGRAM
-INF = float("inf")
+F32, INF = dtypes.float32, float("inf")
 
 
 def linear_attention(out: Any, states: Any, q: Any, k: Any, v: Any, decay: Any, sequences: Any,
@@ -41,7 +41,7 @@ def linear_attention(out: Any, states: Any, q: Any, k: Any, v: Any, decay: Any, 
     operands = (q, k, v, decay, beta)
     if spec.single:
         if count > 0:
-            state, made = step(state, operands, s, h, columns, spec)
+            state, made = advance(state, operands, s, h, columns, spec)
             out[s, h, columns] = tile.cast(made, out.dtype)
             if target >= 0: states[target, h, :, columns] = state
     else:
@@ -49,32 +49,32 @@ def linear_attention(out: Any, states: Any, q: Any, k: Any, v: Any, decay: Any, 
         while done < count:
             end = tile.where(done < border, border, count)
             rows, some = tile.block(first + done, blocks.rows), tile.arange(blocks.rows) + done < end
-            state, made = chunk(state, operands, rows, some, h, columns, spec, blocks.rows)
+            state, made = advance_chunk(state, operands, rows, some, h, columns, spec, blocks.rows)
             tile.store(out, tile.cast(made, out.dtype), rows, h, columns, mask=some[:, None])
             done = tile.minimum(done + blocks.rows, end)
             if (done == border) & (kept >= 0): states[kept, h, :, columns] = state
         if (count > 0) & (target >= 0): states[target, h, :, columns] = state
 
 
-def step(state: Any, operands: tuple[Any, ...], t: Any, h: Any, columns: Any,
-         spec: LinearAttentionSpec) -> tuple[Any, Any]:
+def advance(state: Any, operands: tuple[Any, ...], t: Any, h: Any, columns: Any,
+            spec: LinearAttentionSpec) -> tuple[Any, Any]:
     """The state after a token, and its result."""
     (q, k, v, decay, beta), g = operands, h // (spec.heads // spec.key_heads)
     left = tile.exp(decay[t, h, :])[:, None] if spec.channels else tile.exp(decay[t, h])
-    key, query, value = widen(k[t, g, :]), widen(q[t, g, :]) * spec.scale, widen(v[t, h, columns])
+    key, query, value = k[t, g, :].to(F32), q[t, g, :].to(F32) * spec.scale, v[t, h, columns].to(F32)
     state = state * left
     if spec.delta: value = beta[t, h] * (value - tile.sum(state * key[:, None], 0))
     state = state + key[:, None] * value[None, :]
     return state, tile.sum(state * query[:, None], 0)
 
 
-def chunk(state: Any, operands: tuple[Any, ...], rows: Any, some: Any, h: Any, columns: Any,
-          spec: LinearAttentionSpec, size: int) -> tuple[Any, Any]:
+def advance_chunk(state: Any, operands: tuple[Any, ...], rows: Any, some: Any, h: Any, columns: Any,
+                  spec: LinearAttentionSpec, size: int) -> tuple[Any, Any]:
     """The state after a chunk of which there are `some` tokens, and their results."""
     (q, k, v, decay, beta), g = operands, h // (spec.heads // spec.key_heads)
-    keys = tile.where(some[:, None], widen(k[rows, g, :]), 0.0)
-    queries = widen(q[rows, g, :]) * spec.scale
-    values = tile.where(some[:, None], widen(v[rows, h, columns]), 0.0)
+    keys = tile.where(some[:, None], k[rows, g, :].to(F32), 0.0)
+    queries = q[rows, g, :].to(F32) * spec.scale
+    values = tile.where(some[:, None], v[rows, h, columns].to(F32), 0.0)
     each = tile.where(some, decay[rows, h], 0.0)
     summed, total = tile.cumsum(each, 0), tile.sum(each, 0)
     i, j = tile.arange(size)[:, None], tile.arange(size)[None, :]
@@ -99,9 +99,6 @@ def invert(system: Any, i: Any, j: Any, size: int) -> Any:
         made = made - tile.dot(tile.dot(made, tile.where(between, system, 0.0)), made)
         block = 2 * block
     return made
-
-
-def widen(x: Any) -> Any: return tile.cast(x, dtypes.float32)
 
 
 def grid(spec: LinearAttentionSpec, blocks: Blocks) -> Grid:

@@ -4,8 +4,15 @@ from __future__ import annotations
 from tinygrad import Tensor
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.tile.linear_attention.spec import COLUMNS, Heads, LinearAttentionSpec
-from tinygrad_nv.tile.reference import Argument, Given, Place, compute_dtype, dense, gather, round_to
+from tinygrad_nv.tile.linear_attention.spec import Heads, LinearAttentionSpec
+from tinygrad_nv.tile.reference import Argument, Given, Place, compute_dtype, dense, round_to
+from tinygrad_nv.tile.sequences import (
+    gather_inputs,
+    load_states,
+    split_columns,
+    store_states,
+    table_argument,
+)
 
 
 def arguments(spec: LinearAttentionSpec) -> tuple[Argument, ...]:
@@ -19,25 +26,12 @@ def arguments(spec: LinearAttentionSpec) -> tuple[Argument, ...]:
             rows("q", spec.q, spec.key_heads, spec.d_k), rows("k", spec.k, spec.key_heads, spec.d_k),
             rows("v", spec.v, spec.heads, spec.d_v), Argument("decay", dtypes.float32, (dense(*decay),))]
     if spec.delta: made.append(Argument("beta", dtypes.float32, (dense(spec.tokens, spec.heads),)))
-    return *made, table_argument(spec.sequences, spec.tokens, spec.pages)
-
-
-def table_argument(sequences: int, tokens: int, pages: int) -> Argument:
-    """The table of sequences. Usual ones have equally many tokens each, and states in pages of their own, in
-    place."""
-    each, usual = max(1, tokens // sequences), list[int]()
-    for s in range(sequences): usual += [s * each, each, s % pages, 0, -1, s % pages]
-    return Argument("sequences", dtypes.int32, (dense(sequences, len(COLUMNS)),),
-                    values=range(-1, min(tokens, pages) + 1), usual=usual)
+    return *made, table_argument(spec)
 
 
 def reference(spec: LinearAttentionSpec, given: Given, exact: bool = False) -> tuple[Tensor, ...]:
     """out (tokens, heads, d_v) and states (pages, heads, d_k, d_v)."""
-    wide = compute_dtype(dtypes.float32, exact)
-    x = {each.name: gather(given[each.name], each.places[0]) for each in arguments(spec)
-         if each.role != "out"}
-    table = x.pop("sequences")
-    x = {name: each.cast(wide) for name, each in x.items()}
+    table, x = gather_inputs(arguments(spec), given, compute_dtype(dtypes.float32, exact))
     out, states = attend(table, x["states"], x["q"], x["k"], x["v"], x["decay"], x.get("beta"), spec.scale)
     return (out if exact else round_to(out, spec.v.dtype)), states
 
@@ -50,13 +44,13 @@ def attend(table: Tensor, states: Tensor, q: Tensor, k: Tensor, v: Tensor, decay
     (T, heads, _), wide = v.shape, v.dtype
     shared = heads // int(k.shape[1])
     q, k = (each.repeat_interleave(shared, dim=1) for each in (q * scale, k))
-    first, count, source, border, kept, target = (table[:, i].reshape(-1, 1) for i in range(len(COLUMNS)))
+    first, count, source, border, kept, target = split_columns(table)
     token = Tensor.arange(T).reshape(1, -1)
     owner = ((token >= first) & (token < first + count)).cast(wide)                         # (S, T)
     seen = ((owner.T @ owner) > 0) & (token <= token.reshape(-1, 1))
     if decay.ndim == 2: decay = decay.unsqueeze(-1)
     summed = (seen.cast(wide) @ decay.reshape(T, -1)).reshape(decay.shape)                  # (T, H, 1 or d_k)
-    start = (source >= 0).reshape(-1, 1, 1, 1).where(states[source.reshape(-1).maximum(0)], 0)
+    start = load_states(states, source)
     before = (owner.T @ start.reshape(start.shape[0], -1)).reshape(T, *start.shape[1:])     # (T, H, d_k, d_v)
     q_seen = pair(q, k, summed, seen)
     new = v
@@ -72,11 +66,11 @@ def attend(table: Tensor, states: Tensor, q: Tensor, k: Tensor, v: Tensor, decay
     made = states
     for length, page in ((border, kept), (count, target)):
         until = owner * (token < first + length).cast(wide)                                 # (S, T)
-        made = place(made, page, state_after(start, k, new, decay, until))
+        made = store_states(made, page, compute_states(start, k, new, decay, until))
     return out, made
 
 
-def state_after(start: Tensor, k: Tensor, new: Tensor, decay: Tensor, until: Tensor) -> Tensor:
+def compute_states(start: Tensor, k: Tensor, new: Tensor, decay: Tensor, until: Tensor) -> Tensor:
     """Each sequence's state after the tokens that `until` (S, T) has of it."""
     S, T = until.shape
     token = Tensor.arange(T)
@@ -111,12 +105,3 @@ def invert(lower: Tensor) -> Tensor:
         made = (made - made @ between.where(lower, 0) @ made).contiguous()
         size *= 2
     return made
-
-
-def place(states: Tensor, pages: Tensor, new: Tensor) -> Tensor:
-    """States with those of sequences (S, …) in their pages (S, 1); −1 for none."""
-    match = Tensor.arange(states.shape[0]).reshape(1, -1) == pages                          # (S, P)
-    mixed = (match.cast(new.dtype).T @ new.reshape(new.shape[0], -1)).reshape(states.shape)
-    return match.any(0).reshape(-1, 1, 1, 1).where(mixed, states)
-
-

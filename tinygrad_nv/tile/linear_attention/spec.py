@@ -12,23 +12,17 @@ g ≤ 0, the logarithm of what a token leaves of the state, and a rate β of tok
 the delta rule, where q is C, k is B and v is Δt x, arXiv 2405.21060; lightning attention, arXiv 2401.04658,
 with constant decays.) Key heads are shared by equally many heads, one after the other.
 
-Tokens of sequences lie one after the other. Row s of `sequences`, int32, has `COLUMNS`: the sequence's first
-token and how many it has; the page with the state that they begin with, −1 for zeros; after how many tokens
-the state is `kept`, in which page, −1 for none; and the page that has the state after all of them. A page is
-that of the source at the same time, or of no other sequence. Tokens of no sequence have no results.
+`sequences` are as in tile/sequences.py.
 """
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tinygrad.dtype import DType, dtypes
+from tinygrad.dtype import DType
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.gemm.spec import FLOAT16S
-
-FLOATS = (dtypes.float32, *FLOAT16S)
-COLUMNS = ("first", "count", "source", "border", "kept", "target")
+from tinygrad_nv.tile.sequences import check, describe
 
 
 @dataclass(frozen=True)
@@ -61,14 +55,9 @@ class LinearAttentionSpec:
     single: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "sequences", "heads", "key_heads", "d_k", "d_v", "pages"):
-            if getattr(self, name) < 1: raise SpecError(f"{name}={getattr(self, name)}", "an extent ≥ 1")
+        check(self, ("heads", "key_heads", "d_k", "d_v"), (self.q.dtype, self.k.dtype, self.v.dtype))
         if self.heads % self.key_heads:
             raise SpecError(f"{self.heads} heads with {self.key_heads} of keys", "a multiple of these")
-        if self.single and self.tokens != self.sequences:
-            raise SpecError(f"{self.tokens} tokens of {self.sequences} sequences", "one of each")
-        for dtype in (self.q.dtype, self.k.dtype, self.v.dtype):
-            if dtype not in FLOATS: raise SpecError(short(dtype), ", ".join(map(short, FLOATS)))
         if self.q.dtype != self.k.dtype:
             raise SpecError(f"q of {short(self.q.dtype)}, k of {short(self.k.dtype)}", "one dtype")
 
@@ -89,6 +78,5 @@ class LinearAttentionSpec:
     def __str__(self) -> str:
         rule = "delta rule" if self.delta else "sums"
         heads = f"{self.heads}/{self.key_heads} heads of {self.d_k}x{self.d_v}"
-        each = "one token each" if self.single else f"{self.tokens} tokens"
-        return (f"{self.sequences} sequences, {each}, {heads}, {rule}"
-                f"{', decays of channels' if self.channels else ''}, {short(self.v.dtype)}")
+        return (f"{describe(self)}, {heads}, {rule}{', decays of channels' * self.channels}, "
+                f"{short(self.v.dtype)}")

@@ -4,10 +4,15 @@ from __future__ import annotations
 from tinygrad import Tensor
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.tile.causal_conv.reference import place_windows
-from tinygrad_nv.tile.linear_attention.spec import COLUMNS
-from tinygrad_nv.tile.reference import Argument, Given, Place, compute_dtype, dense, gather
+from tinygrad_nv.tile.reference import Argument, Given, Place, compute_dtype, dense
 from tinygrad_nv.tile.selective_scan.spec import Rows, SelectiveScanSpec
+from tinygrad_nv.tile.sequences import (
+    gather_inputs,
+    load_states,
+    split_columns,
+    store_states,
+    table_argument,
+)
 
 
 def arguments(spec: SelectiveScanSpec) -> tuple[Argument, ...]:
@@ -16,24 +21,17 @@ def arguments(spec: SelectiveScanSpec) -> tuple[Argument, ...]:
 
     def rows(name: str, own: Rows, size: int) -> Argument:
         return Argument(name, own.dtype, (Place(own.offset, (T, size), (own.row, 1)),))
-    each = T // spec.sequences
-    usual = [n for s in range(spec.sequences)
-             for n in (s * each, each, s % spec.pages, 0, -1, s % spec.pages)]
-    table = Argument("sequences", dtypes.int32, (dense(spec.sequences, len(COLUMNS)),),
-                     values=range(-1, min(T, spec.pages) + 1), usual=usual)
     return (Argument("out", dtypes.float32, (dense(T, E),), "out"),
             Argument("states", dtypes.float32, (dense(spec.pages, N, E),), "inout"),
             rows("x", spec.x, E), Argument("step", dtypes.float32, (dense(T, E),)),
-            Argument("a", dtypes.float32, (dense(N, E),)), rows("b", spec.b, N), rows("c", spec.c, N), table)
+            Argument("a", dtypes.float32, (dense(N, E),)), rows("b", spec.b, N), rows("c", spec.c, N),
+            table_argument(spec))
 
 
 def reference(spec: SelectiveScanSpec, given: Given, exact: bool = False) -> tuple[Tensor, ...]:
     """out (tokens, channels) and states (pages, states, channels)."""
-    wide = compute_dtype(dtypes.float32, exact)
-    x = {each.name: gather(given[each.name], each.places[0]) for each in arguments(spec)
-         if each.role != "out"}
-    table = x.pop("sequences")
-    return scan(table, *(each.cast(wide) for each in x.values()))
+    table, x = gather_inputs(arguments(spec), given, compute_dtype(dtypes.float32, exact))
+    return scan(table, *x.values())
 
 
 def scan(table: Tensor, states: Tensor, x: Tensor, step: Tensor, a: Tensor, b: Tensor,
@@ -42,12 +40,12 @@ def scan(table: Tensor, states: Tensor, x: Tensor, step: Tensor, a: Tensor, b: T
     tokens a token's states have, itself included; A times the steps between two tokens is the logarithm of
     what is left of a state."""
     T, wide = x.shape[0], x.dtype
-    first, count, source, border, kept, target = (table[:, i].reshape(-1, 1) for i in range(len(COLUMNS)))
+    first, count, source, border, kept, target = split_columns(table)
     token = Tensor.arange(T).reshape(1, -1)
     owner = ((token >= first) & (token < first + count)).cast(wide)                         # (S, T)
     seen = ((owner.T @ owner) > 0) & (token <= token.reshape(-1, 1))                        # (T, T)
     summed, given = (seen.cast(wide) @ step).contiguous(), step * x                         # (T, E)
-    start = (source >= 0).reshape(-1, 1, 1).where(states[source.reshape(-1).maximum(0)], 0)
+    start = load_states(states, source)
     before = (owner.T @ start.reshape(start.shape[0], -1)).reshape(T, *start.shape[1:])     # (T, N, E)
     out = ((summed.unsqueeze(1) * a).exp() * before * c.unsqueeze(-1)).sum(1)
     gap = seen.unsqueeze(-1).where(summed.unsqueeze(1) - summed.unsqueeze(0), 0)            # (T, T, E)
@@ -57,11 +55,11 @@ def scan(table: Tensor, states: Tensor, x: Tensor, step: Tensor, a: Tensor, b: T
     made = states
     for length, page in ((border, kept), (count, target)):
         until = owner * (token < first + length).cast(wide)                                 # (S, T)
-        made = place_windows(made, page, states_after(start, step, given, a, b, until))
+        made = store_states(made, page, compute_states(start, step, given, a, b, until))
     return out, made
 
 
-def states_after(start: Tensor, step: Tensor, given: Tensor, a: Tensor, b: Tensor, until: Tensor) -> Tensor:
+def compute_states(start: Tensor, step: Tensor, given: Tensor, a: Tensor, b: Tensor, until: Tensor) -> Tensor:
     """Each sequence's states after the tokens that `until` (S, T) has of it."""
     token = Tensor.arange(until.shape[1])
     later = until.unsqueeze(1) * (token.reshape(-1, 1) < token.reshape(1, -1)).cast(until.dtype)

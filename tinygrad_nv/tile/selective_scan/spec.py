@@ -7,8 +7,8 @@ that of all tokens:
     S[n, e] ← exp(Δ[e] A[n, e]) S[n, e] + Δ[e] x[e] B[n]
     out[e] = Σ_n C[n] S[n, e]                               float32
 
-Tokens lie one after the other, and `sequences` are as of linear attention (tile/linear_attention/spec.py):
-the state is read from the page `source`, and written to `kept` and `target`.
+`sequences` are as in tile/sequences.py: the state is read from the page `source`, and written to `kept` and
+`target`.
 """
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from dataclasses import dataclass
 
 from tinygrad.dtype import DType
 
-from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.linear_attention.spec import FLOATS
+from tinygrad_nv.tile.sequences import check, describe
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,7 @@ class SelectiveScanSpec:
     single: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "sequences", "channels", "states", "pages"):
-            if getattr(self, name) < 1: raise SpecError(f"{name}={getattr(self, name)}", "an extent ≥ 1")
-        if self.single and self.tokens != self.sequences:
-            raise SpecError(f"{self.tokens} tokens of {self.sequences} sequences", "one of each")
-        for each in (self.x, self.b, self.c):
-            if each.dtype not in FLOATS:
-                raise SpecError(short(each.dtype), ", ".join(map(short, FLOATS)))
+        check(self, ("channels", "states"), (self.x.dtype, self.b.dtype, self.c.dtype))
 
     @property
     def nbytes(self) -> int:
@@ -66,6 +59,4 @@ class SelectiveScanSpec:
         return 7 * self.tokens * self.channels * self.states
 
     def __str__(self) -> str:
-        each = "one token each" if self.single else f"{self.tokens} tokens"
-        return f"{self.sequences} sequences, {each}, {self.channels} channels of {self.states} states, " \
-            f"{short(self.x.dtype)}"
+        return f"{describe(self)}, {self.channels} channels of {self.states} states, {short(self.x.dtype)}"
