@@ -134,6 +134,14 @@ def _called(made: Any, memory: dict[str, np.ndarray], places: Sequence[Argument]
     for each in made.kernels: load(each)(*order, *integers, order=range(each.parts)[::-1])
 
 
+def require_same_bits(spec: Any, schedule: Schedule, target: GPU | CPU, given: Given,
+                      got: dict[str, torch.Tensor]) -> None:
+    """Asserts that warps of a GPU in another order have the same results."""
+    if not isinstance(target, GPU): return
+    for name, other in run(spec, schedule, target, given, seed=1).items():
+        assert torch.equal(got[name], other), name
+
+
 # **** what is right ****
 
 def answer(spec: Any, given: Given, exact: bool = False) -> dict[str, torch.Tensor]:

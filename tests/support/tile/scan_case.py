@@ -14,29 +14,23 @@ from tinygrad.dtype import DType
 
 from tests.support.tile.gemm_case import GUARD
 from tests.support.tile.reference_case import Given, run, storages, view
+from tests.support.tile.sequences_case import Row, follow, read_inputs, tokens_of
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.selective_scan.spec import Rows, SelectiveScanSpec
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
-Row = tuple[int, int, int, int, int, int]
-
 
 def recurrence(spec: SelectiveScanSpec, given: Given, rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
     """Results and pages in float64."""
-    x, step, a, b, c = (view(given[each.name], each.places[0]).double().numpy()
-                        for each in TABLE.arguments(spec)[2:7])
-    states = given["states"].double().numpy().reshape(spec.pages, spec.states, spec.channels)
-    out, made = np.full((spec.tokens, spec.channels), float(GUARD)), states.copy()
-    for first, count, source, border, kept, target in rows:
-        state = states[source] if source >= 0 else np.zeros_like(states[0])
-        for i in range(count):
-            t = first + i
-            state = np.exp(step[t] * a) * state + step[t] * x[t] * b[t][:, None]
-            out[t] = c[t] @ state
-            if i + 1 == border and kept >= 0: made[kept] = state
-        if count and target >= 0: made[target] = state
-    return out, made
+    states, x, step, a, b, c = read_inputs(spec, given).values()
+    out = np.full((spec.tokens, spec.channels), float(GUARD))
+
+    def advance(state: np.ndarray, t: int) -> np.ndarray:
+        state = np.exp(step[t] * a) * state + step[t] * x[t] * b[t][:, None]
+        out[t] = c[t] @ state
+        return state
+    return out, follow(rows, states, advance)
 
 
 def table(counts: Sequence[int], seed: int = 0, border: int = 3) -> tuple[list[Row], int]:
@@ -77,7 +71,7 @@ def given_of(spec: SelectiveScanSpec, rows: Sequence[Row], seed: int = 0) -> Giv
 def right(spec: SelectiveScanSpec, rows: Sequence[Row], target: GPU | CPU, seed: int = 0) -> None:
     """Raises where results or pages are not the recurrence's, or others are written."""
     given = given_of(spec, rows, seed)
-    owned = {first + i for first, count, *_ in rows for i in range(count)}
+    owned = set(tokens_of(rows))
     for each in TABLE.arguments(spec)[2:7]:
         if each.name == "a": continue
         lies = view(given[each.name], each.places[0])

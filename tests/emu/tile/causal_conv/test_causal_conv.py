@@ -9,8 +9,18 @@ import pytest
 import torch
 from tinygrad.dtype import dtypes
 
-from tests.support.tile.reference_case import UNIT, Given, answer, run, storages, view
-from tests.support.tile.sequences_case import PAGES, ROWS, SINGLE, TOKENS, Row, follow, tokens_of
+from tests.support.tile.reference_case import UNIT, Given, require_same_bits, run, storages
+from tests.support.tile.sequences_case import (
+    PAGES,
+    ROWS,
+    SINGLE,
+    TOKENS,
+    Row,
+    follow,
+    read_inputs,
+    require_reference,
+    tokens_of,
+)
 from tinygrad_nv.cpu.target import CPU, host
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.causal_conv.spec import CausalConvSpec
@@ -35,9 +45,7 @@ def given_of(spec: CausalConvSpec, rows: tuple[Row, ...]) -> Given:
 
 def convolve(spec: CausalConvSpec, given: Given, rows: tuple[Row, ...]) -> tuple[np.ndarray, np.ndarray]:
     """out and windows in float64."""
-    x = {each.name: view(given[each.name], each.places[0]).double().numpy() for each in TABLE.arguments(spec)
-         if each.role != "out" and each.name != "sequences"}
-    out = np.zeros((spec.tokens, spec.channels))
+    x, out = read_inputs(spec, given), np.zeros((spec.tokens, spec.channels))
 
     def step(window: np.ndarray, t: int) -> np.ndarray:
         columns = np.concatenate([window, x["x"][t:t + 1]])
@@ -67,9 +75,7 @@ def test_numbers(name: str, target: GPU | CPU):
     # five products and sums of size 4, and silu's exponential
     np.testing.assert_allclose(got["out"].numpy()[tokens], out[tokens], rtol=UNIT[spec.dtype], atol=8e-6)
     assert np.array_equal(got["windows"].numpy(), windows)
-    if isinstance(target, GPU):
-        for each, other in run(spec, schedule, target, given, seed=1).items():
-            assert torch.equal(got[each], other)
+    require_same_bits(spec, schedule, target, given, got)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -77,11 +83,7 @@ def test_the_reference_is_the_convolution(name: str):
     rows, more = SPECS[name]
     spec = spec_of(rows, **more)
     given = given_of(spec, rows)
-    out, windows = convolve(spec, given, rows)
-    found = answer(spec, given, exact=True)
-    tokens = tokens_of(rows)
-    np.testing.assert_allclose(found["out"].numpy()[tokens], out[tokens], atol=1e-12)
-    assert np.array_equal(found["windows"].numpy(), windows)
+    require_reference(spec, given, rows, *convolve(spec, given, rows))
 
 
 def test_specs_that_cannot_be():
