@@ -43,19 +43,20 @@ ROWS = [(0, 6, 2, 4, 3, 2), (6, 1, -1, 0, -1, 0), (7, 0, -1, 0, -1, -1), (7, 9, 
 SPEC = SelectiveScanSpec(16, len(ROWS), 40, 8, 4, Rows(F32, 40), Rows(F32, 8), Rows(F32, 8))
 
 
-def tensors(given: Given) -> dict[str, Tensor]:
-    """Arguments of the function; B and C are columns of one matrix."""
+def make_tensors(given: Given, apart: bool = False) -> dict[str, Tensor]:
+    """Arguments of the function; B and C are columns of one matrix, or of a transposed one each."""
     made = {each.name: Tensor(given[each.name].reshape(each.places[0].extents).numpy()).realize()
             for each in TABLE.arguments(SPEC)[1:]}
+    if apart: return made | {name: made[name].T.contiguous().realize().T for name in "bc"}
     both = made["b"].cat(made["c"], dim=1).contiguous().realize()
     return {**made, "b": both[:, :8], "c": both[:, 8:]}
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_function_and_its_reference(own: bool):
+@pytest.mark.parametrize(("own", "apart"), [(True, False), (True, True), (False, False)])
+def test_function_and_its_reference(own: bool, apart: bool):
     given = given_of(SPEC, ROWS)
     wanted, states = recurrence(SPEC, given, ROWS)
-    made = tensors(given)
+    made = make_tensors(given, apart)
     out, after = selective_scan(**made)
     if own:
         assert "selective_scan" in [each.template for each in explain(out).kernels]
@@ -70,7 +71,7 @@ def test_captured_steps_go_on_from_their_pages():
     given, row = given_of(SPEC, ROWS), [(0, 16, 1, 0, -1, 1)]
     given["sequences"] = torch.tensor(row * len(ROWS), dtype=torch.int32).flatten()
     given["sequences"][6:] = torch.tensor((16, 0, -1, 0, -1, -1), dtype=torch.int32).repeat(len(ROWS) - 1)
-    made = tensors(given)
+    made = make_tensors(given)
 
     @TinyJit
     def step() -> Tensor: return Tensor.realize(*selective_scan(**made))
@@ -84,13 +85,13 @@ def test_captured_steps_go_on_from_their_pages():
     ("step", (16, 41), "step"), ("a", (9, 40), "b"), ("c", (16, 7), "c"), ("states", (4, 40, 8), "states"),
     ("sequences", (4, 5), "sequences")])
 def test_shapes_that_do_not_fit_are_named(name: str, shape: tuple[int, ...], found: str):
-    made = tensors(given_of(SPEC, ROWS))
+    made = make_tensors(given_of(SPEC, ROWS))
     made[name] = Tensor.zeros(*shape, dtype=made[name].dtype)
     with pytest.raises(SpecError, match=found): selective_scan(**made)
 
 
 def test_states_of_another_dtype_are_refused():
-    made = tensors(given_of(SPEC, ROWS))
+    made = make_tensors(given_of(SPEC, ROWS))
     with pytest.raises(SpecError, match="states"):
         selective_scan(**{**made, "states": made["states"].half()})
     with pytest.raises(SpecError, match="an extent"): replace(SPEC, states=0)
