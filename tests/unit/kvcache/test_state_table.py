@@ -16,7 +16,7 @@ SIZE = 4
 
 @dataclass
 class Device:
-    """What pages hold: the tokens whose states they have."""
+    """A pool whose pages hold the tokens that their states stand for, in the place of states."""
     pool: PagePool
     held: dict[int, tuple[int, ...]] = field(default_factory=dict)
     read: set[int] = field(default_factory=set)         # in the batch being assembled, by any sequence
@@ -46,9 +46,9 @@ class Device:
         self.read, self.written = set(), {}
 
 
-def make_pool(sequences: int = 3, more: int = 4, sharing: bool = True) -> PagePool:
+def make_pool(sequences: int = 3, more: int = 4, sharing: bool = True, host_pages: int = 0) -> PagePool:
     states = StatePages(PAGES_OF_SEQUENCE * sequences + more, sequences, SIZE, sharing)
-    return PagePool(256, SIZE, sharing=sharing, states=states)
+    return PagePool(256, SIZE, host_pages=host_pages, sharing=sharing, states=states)
 
 
 def open_table(pool: PagePool, tokens: list[int]) -> HybridTable:
@@ -86,6 +86,42 @@ def test_a_prefix_of_the_batch_being_assembled_is_not_found():
     assert second.computed == 0
     device.launch()
     assert open_table(device.pool, tokens).computed == 8
+
+
+def test_a_border_that_a_step_begins_with_is_kept():
+    """Its tokens are not known to the host yet."""
+    device = Device(make_pool())
+    tokens = list(range(9))
+    table = open_table(device.pool, tokens)
+    for start, end in ((0, 8), (8, 9)):
+        device.step(0, table, tokens, start, end, known=False)
+        device.launch()
+    table.advance(tokens)
+    assert open_table(device.pool, tokens).computed == 8
+
+
+def test_forgotten_prefixes_are_not_found():
+    device = Device(make_pool())
+    tokens = list(range(9))
+    table = open_table(device.pool, tokens)
+    device.step(0, table, tokens, 0, 8)
+    device.launch()
+    device.pool.forget_prefixes()
+    assert open_table(device.pool, tokens).computed == 0
+    assert device.pool.states is not None
+    assert not device.pool.states.device.by_hash
+    require_conserved(device.pool, [table])
+
+
+def test_states_are_not_offloaded():
+    pool = make_pool(host_pages=16)
+    device, tokens = Device(pool), list(range(9))
+    table = open_table(pool, tokens)
+    device.step(0, table, tokens, 0, 8)
+    assert not table.offload()
+    device.launch()
+    device.step(0, table, tokens, 8, 9)
+    require_conserved(pool, [table])
 
 
 def test_without_sharing_states_stay_where_they_are():
@@ -146,19 +182,22 @@ def test_a_fork_reads_the_states_of_its_source():
 
 
 def test_a_failed_batch_leaves_the_border_before_it():
+    """In the prefix cache: a sequence of the batch begins again. One that waited stays where it was."""
     device = Device(make_pool())
-    tokens = list(range(12))
-    table = open_table(device.pool, tokens)
+    tokens, others = list(range(12)), list(range(20, 29))
+    table, waiting = open_table(device.pool, tokens), open_table(device.pool, others)
     device.step(0, table, tokens, 0, 5)     # keeps the border after 4
+    device.step(1, waiting, others, 0, 8)
     device.launch()
     failed = device.pool.batch
     device.step(0, table, tokens, 5, 9)
     device.launch()
-    device.pool.recover(failed, [table])
-    assert table.computed in (0, 4)
-    device.step(0, table, tokens, table.computed, 9)
-    require_conserved(device.pool, [table])
-    assert open_table(device.pool, tokens).computed <= 4, "what the failed batch wrote is not found"
+    device.pool.recover(failed, [table, waiting])
+    assert (table.computed, waiting.computed) == (0, 8)
+    device.step(0, table, tokens, 0, 9)
+    device.step(1, waiting, others, 8, 9)
+    require_conserved(device.pool, [table, waiting])
+    assert open_table(device.pool, tokens).computed == 4, "what the failed batch wrote is not found"
 
 
 @pytest.mark.parametrize("seed", range(30))
