@@ -61,7 +61,8 @@ class ModelConfig:
     Unless `mlp_gated` a feed-forward is down(act(up(x))). Gates of a feed-forward are multiplied by the first
     of `mlp_scales` before the activation, what it makes by the second. With `gated_attention` queries come
     with a gate for each of their elements. Unless `causal` tokens attend in both directions, and a window is
-    as wide on either side (embedding models). `output_bias` is the bias of the attention's output projection,
+    as wide on either side (embedding models). Layers with a mixer have norms of `mixer_names`, if there are
+    any. `output_bias` is the bias of the attention's output projection,
     `quantization` the quantization_config.
     """
     architecture: str
@@ -105,6 +106,7 @@ class ModelConfig:
     draft_layers: int = 0
     causal: bool = True
     names: Names = LLAMA_NAMES
+    mixer_names: Names | None = None
     dtype: str | None = None
     eos_token_ids: tuple[int, ...] = ()
     quantization: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
@@ -123,6 +125,10 @@ class ModelConfig:
         """The mixer that a layer has in the place of attention; None: attention."""
         return self.mixers[layer] if self.mixers else None
 
+    def names_of(self, layer: int) -> Names:
+        """The names of a layer's norms."""
+        return self.names if self.mixer_names is None or self.mixer(layer) is None else self.mixer_names
+
     def has_mixer(self, layer: int) -> bool:
         """Whether a layer has attention, or a mixer in its place."""
         return not self.halves or self.halves[layer] != "feed_forward"
@@ -133,7 +139,7 @@ class ModelConfig:
 
     def norm_names(self, layer: int) -> list[str]:
         """Names of the norms of a layer's hidden states."""
-        n = self.names
+        n = self.names_of(layer)
         made = [n.attention_norm, n.attention_post_norm] * self.has_mixer(layer)
         return [name for name in made + [n.feed_forward_norm, n.feed_forward_post_norm]
                 * self.has_feed_forward(layer) if name]

@@ -144,6 +144,12 @@ class Names:
     sinks: str = "self_attn.sinks"
     last_norm: str = "model.norm"       # after all layers
     unread: tuple[str, ...] = ()        # how names of tensors begin that are for something else
+    spellings: tuple[tuple[str, str], ...] = ()     # parts of other names in files, and of these
+
+    def spell(self, name: str) -> str:
+        """The name here of a tensor in a file."""
+        for theirs, own in self.spellings: name = name.replace(theirs, own)
+        return name
 
     @property
     def norms(self) -> tuple[str, ...]:

@@ -75,6 +75,14 @@ def multiply(x: Tensor, weight: QWeight | SparseWeight | Tensor, bias: Tensor | 
 StoredLinear: TypeAlias = tuple[Linear, tuple[str, ...], tuple[int, ...]]
 
 
+@dataclass(frozen=True)
+class TensorRows:
+    """Rows [first, first + count) of a parameter, which are a tensor of a checkpoint."""
+    tensor: Tensor
+    first: int
+    count: int
+
+
 def normalise(x: Tensor, eps: float, squares: Tensor | None = None) -> Tensor:
     """x / rms(x), float32; `squares` is another mean of squares than x's own."""
     f = x.float()

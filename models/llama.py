@@ -56,7 +56,8 @@ class Block:
                  parallel: Parallel | None = None) -> None:
         def norm(name: str) -> RMSNorm | None:
             return RMSNorm.of(config.hidden_size, config, dtype, device) if name else None
-        self.config, self.parallel, self.index, names = config, parallel, index, config.names
+        self.config, self.parallel, self.index = config, parallel, index
+        names = config.names_of(index)
         self.dtype = dtype
         self.attention: AnyMixer | None
         mixes, feeds = config.has_mixer(index), config.has_feed_forward(index)

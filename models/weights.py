@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -90,7 +90,7 @@ def slots(model: Llama) -> dict[str, WeightSlice]:
     if ends: out[f"{c.names.last_norm}.weight"] = _whole(model.norm.weight)
     if ends and not c.tied: out[HEAD] = _of_vocabulary(model, model.head)
     for i, block in enumerate(model.blocks):
-        layer, attention, names = f"model.layers.{i}", block.attention, c.names
+        layer, attention, names = f"model.layers.{i}", block.attention, c.names_of(i)
         for name, norm in ((names.attention_norm, block.attention_norm),
                            (names.attention_post_norm, block.attention_post_norm),
                            (names.feed_forward_norm, block.feed_forward_norm),
@@ -100,6 +100,9 @@ def slots(model: Llama) -> dict[str, WeightSlice]:
         if isinstance(attention, Attention) and attention.sinks is not None:
             out[f"{layer}.{names.sinks}"] = _whole(attention.sinks)
         for name, tensor in getattr(attention, "tensors", {}).items(): out[f"{layer}.{name}"] = _whole(tensor)
+        for name, part in getattr(attention, "parts", {}).items():
+            out[f"{layer}.{name}"] = WeightSlice(part.tensor, part.first,
+                                                 (part.count, *_whole(part.tensor).shape[1:]))
         if isinstance(block.feed_forward, MixtureOfExperts): out |= _experts(model, i, block.feed_forward)
         for each in projections(model, i):
             out[f"{each.name}.weight"] = WeightSlice(each.linear.weight, each.first, each.shape)
@@ -239,7 +242,8 @@ def open_for(model: Llama, directory: Path, headless: bool = False) -> Opened:
     `WeightError`, `ModelError`."""
     checkpoint, parallel = open_checkpoint(directory), model.parallel
     config, file = model.config if parallel is None else parallel.whole, str(directory / "config.json")
-    entries = _without_draft_layers(config, language_entries(checkpoint.entries))
+    found = {config.names.spell(name): entry for name, entry in language_entries(checkpoint.entries).items()}
+    entries = _without_draft_layers(config, found)
     if config.tied and EMBEDDING not in entries and HEAD in entries: entries[EMBEDDING] = entries.pop(HEAD)
     if headless: entries = {name: each for name, each in entries.items() if not name.startswith("score.")}
     require_sizes(decoder_sizes(config), entries, directory)
@@ -278,9 +282,25 @@ def check_slots(model: Llama, plan: Plan, entries: Mapping[str, TensorEntry], di
               if name not in plan.replaced and name not in elsewhere}
     wanted |= {name: _whole(tensor) for name, tensor in plan.plain.items()}
     theirs = plan.tensors | plan.unread
+    wanted |= _thirds(wanted, entries)
     check(wanted, {name: entry for name, entry in entries.items() if name not in theirs}, model.config.tied,
           directory)
     return wanted
+
+
+def _thirds(wanted: Mapping[str, WeightSlice],
+            entries: Mapping[str, TensorEntry]) -> dict[str, WeightSlice]:
+    """The slices of convolutions that transformers saves in thirds, whatever the widths of their parts."""
+    made, parts = dict[str, WeightSlice](), defaultdict[int, list[str]](list)
+    for name, slot in wanted.items():
+        if name.endswith("_conv1d.weight") and name in entries: parts[id(slot.tensor)].append(name)
+    for names in parts.values():
+        rows, first = [entries[name].shape[0] for name in names], 0
+        if sum(rows) != int(wanted[names[0]].tensor.shape[0]): continue
+        for name, count in zip(names, rows, strict=True):
+            made[name], first = replace(wanted[name], first=first,
+                                        shape=(count, *wanted[name].shape[1:])), first + count
+    return made
 
 
 def _own_scales(model: Llama, checkpoint: Checkpoint) -> dict[int, tuple[np.ndarray, np.ndarray]]:
@@ -343,7 +363,6 @@ def _fill(model: Llama, found: Opened, readers: ThreadPoolExecutor, sizes: list[
             ahead = None if after is None else reader.submit(read_layer, layers[after], entries)
             kept.add(number, fill(model, layers[number], arrived))
             yield sizes[number]
-
 
 
 def fill_slots(checkpoint: Checkpoint, wanted: Mapping[str, WeightSlice],

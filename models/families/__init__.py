@@ -22,6 +22,7 @@ PLACES = {
     "Qwen3MoeForCausalLM": "qwen.QWEN3_MOE", "OlmoeForCausalLM": "olmo.OLMOE",
     "Lfm2ForCausalLM": "lfm2.LFM2", "Qwen3NextForCausalLM": "qwen3_next.FAMILY",
     "Qwen3_5ForCausalLM": "qwen3_next.QWEN3_5", "Qwen3_5MoeForCausalLM": "qwen3_next.QWEN3_5_MOE",
+    "OlmoHybridForCausalLM": "olmo_hybrid.FAMILY",
     "MambaForCausalLM": "mamba.MAMBA", "FalconMambaForCausalLM": "mamba.FALCON_MAMBA",
     "JambaForCausalLM": "mamba.JAMBA",
     "BambaForCausalLM": "mamba2.BAMBA", "Mamba2ForCausalLM": "mamba2.MAMBA2",

@@ -3,7 +3,7 @@
   config.py        their configurations: sizes, states, parameters
   sequences.py     the sequences of a step and their states, whatever the batch is
   short_conv.py    gated short convolutions (LFM2)
-  gated_delta.py   the gated delta rule (Qwen3-Next)
+  gated_delta.py   the gated delta rule (Qwen3-Next, OLMo Hybrid)
   mamba.py         Mamba's selective scans (Mamba, Falcon Mamba, Jamba)
   mamba2.py        Mamba-2's state spaces (Bamba, Granite 4, Nemotron-H)
   beside.py        attention and a mixer in one layer (Falcon-H1)

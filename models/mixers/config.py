@@ -71,13 +71,17 @@ class GatedDeltaConfig:
     """Gated DeltaNet (arXiv 2412.06464) as Qwen3-Next has it: `heads` of values with `key_heads` of keys,
     states of `d_k` x `d_v`, and a convolution of `taps` taps over queries, keys and values. `fused`: one
     projection has queries, keys, values and gates by key heads, and one β and decays; else each has its
-    own."""
+    own. With `apart` queries, keys, values and gates have their own each, with a part of the convolution
+    (OLMo Hybrid). β is up to `most`; `norm_eps` is that of the norm, None for the model's."""
     heads: int
     key_heads: int
     d_k: int
     d_v: int
     taps: int
     fused: bool = True
+    apart: bool = False
+    most: float = 1.0
+    norm_eps: float | None = None
 
     @property
     def keys(self) -> int:
@@ -109,6 +113,7 @@ class GatedDeltaConfig:
 
     def sizes(self, hidden: int) -> dict[str, tuple[Extent, ...]]:
         given, heads = ("hidden_size", hidden), ("linear_num_value_heads", self.heads)
+        if self.apart: return self._sizes_apart(given, heads)
         both = "2 × linear_num_key_heads × linear_key_head_dim + "
         values = "linear_num_value_heads × linear_value_head_dim", self.values
         made: dict[str, tuple[Extent, ...]] = {
@@ -123,6 +128,18 @@ class GatedDeltaConfig:
             made |= {"in_proj_qkv.weight": ((both + values[0], self.channels), given),
                      "in_proj_z.weight": (values, given), "in_proj_b.weight": (heads, given),
                      "in_proj_a.weight": (heads, given)}
+        return {f"linear_attn.{name}": each for name, each in made.items()}
+
+    def _sizes_apart(self, given: Extent, heads: Extent) -> dict[str, tuple[Extent, ...]]:
+        """The sizes of projections that stand apart."""
+        keys = "linear_num_key_heads × linear_key_head_dim", self.keys
+        values = "linear_num_value_heads × linear_value_head_dim", self.values
+        made: dict[str, tuple[Extent, ...]] = {
+            "q_proj.weight": (keys, given), "k_proj.weight": (keys, given), "v_proj.weight": (values, given),
+            "g_proj.weight": (values, given), "b_proj.weight": (heads, given),
+            "a_proj.weight": (heads, given),
+            "o_proj.weight": (given, values), "o_norm.weight": (("linear_value_head_dim", self.d_v),),
+            "A_log": (heads,), "dt_bias": (heads,)}
         return {f"linear_attn.{name}": each for name, each in made.items()}
 
 

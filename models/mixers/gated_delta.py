@@ -1,7 +1,8 @@
-"""The gated delta rule with short convolutions (Gated DeltaNet, arXiv 2412.06464), as Qwen3-Next has it.
+"""The gated delta rule with short convolutions (Gated DeltaNet, arXiv 2412.06464), as Qwen3-Next and OLMo
+Hybrid have it.
 
     q, k, v = silu(conv(projections)), q and k of length 1
-    β = σ(b), decay = −exp(A) · softplus(a + bias)
+    β = most · σ(b), decay = −exp(A) · softplus(a + bias)
     out = norm(delta rule(q, k, v, decay, β)) · silu(z), projected
 
 Decays, states and their sums are float32.
@@ -12,7 +13,7 @@ from tinygrad import Tensor
 from tinygrad.dtype import DType
 
 from ..config import ModelConfig
-from ..layers import Linear, RMSNorm, StoredLinear
+from ..layers import Linear, RMSNorm, StoredLinear, TensorRows
 from .config import GatedDeltaConfig
 from .sequences import Batch, LayerStates, Run, States, over_runs
 
@@ -31,7 +32,7 @@ class GatedDelta:
         self.output = Linear(own.values, config.hidden_size, False, dtype, device)
         self.weight = empty(own.channels, 1, own.taps)
         self.decay, self.bias = empty(own.heads), empty(own.heads)
-        self.norm = RMSNorm(own.d_v, config.norm_eps, dtype, device)
+        self.norm = RMSNorm(own.d_v, config.norm_eps if own.norm_eps is None else own.norm_eps, dtype, device)
 
     @property
     def linears(self) -> list[StoredLinear]:
@@ -40,20 +41,30 @@ class GatedDelta:
         made = [(self.qkvz, ["qkvz"], [own.channels + own.values]), (self.ba, ["ba"], [2 * heads])]
         if not own.fused: made = [(self.qkvz, ["qkv", "z"], [own.channels, own.values]),
                                   (self.ba, ["b", "a"], [heads, heads])]
-        stored = [(each, tuple(f"linear_attn.in_proj_{name}" for name in names), tuple(rows))
-                  for each, names, rows in made]
-        return [*stored, (self.output, ("linear_attn.out_proj",), (int(self.output.weight.shape[0]),))]
+        if own.apart: made = [(self.qkvz, ["q", "k", "v", "g"], [own.keys, own.keys, own.values, own.values]),
+                              (self.ba, ["b", "a"], [heads, heads])]
+        stored = [(each, tuple(f"{name}_proj" if own.apart else f"in_proj_{name}" for name in names),
+                   tuple(rows)) for each, names, rows in made]
+        output = "o_proj" if own.apart else "out_proj"
+        every = [*stored, (self.output, (output,), (int(self.output.weight.shape[0]),))]
+        return [(each, tuple(f"linear_attn.{name}" for name in names), rows) for each, names, rows in every]
 
     @property
     def norms(self) -> dict[str, RMSNorm]:
         """Its norm of each head."""
-        return {"linear_attn.norm": self.norm}
+        return {"linear_attn.o_norm" if self.own.apart else "linear_attn.norm": self.norm}
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Its other parameters by their names in a checkpoint."""
-        return {"linear_attn.conv1d.weight": self.weight, "linear_attn.A_log": self.decay,
-                "linear_attn.dt_bias": self.bias}
+        made = {} if self.own.apart else {"linear_attn.conv1d.weight": self.weight}
+        return {**made, "linear_attn.A_log": self.decay, "linear_attn.dt_bias": self.bias}
+
+    @property
+    def parts(self) -> dict[str, TensorRows]:
+        """The parts of its convolution that are tensors of their own in a checkpoint."""
+        own = self.own
+        return convolution_parts(self.weight, "linear_attn", own.keys, own.values) if own.apart else {}
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Tokens (B, T, hidden) as rows: q|k|v (R, channels), z (R, H, D_v), b and a (R, H)."""
@@ -73,7 +84,7 @@ class GatedDelta:
     def __call__(self, x: Tensor, batch: Batch, cache: LayerStates | States | None) -> Tensor:
         own, (rows, z, b, a) = self.own, self.split(x)
         decay = -self.decay.float().exp() * (a.float() + self.bias.float()).softplus()
-        decay, beta = decay.contiguous(), b.sigmoid().float().contiguous()
+        decay, beta = decay.contiguous(), (b.sigmoid() * own.most).float().contiguous()
 
         def attend(run: Run, states: States) -> tuple[Tensor, States]:
             made, windows = run.convolve(rows, self.weight, None, states[0], silu=True)
@@ -85,6 +96,12 @@ class GatedDelta:
         made = over_runs(batch, x, cache, own.states, attend, self.dtype)
         gated = self.norm(made) * z.reshape(made.shape).float().silu()
         return self.output(gated.cast(x.dtype).reshape(*x.shape[:2], own.values).contiguous())
+
+
+def convolution_parts(weight: Tensor, module: str, keys: int, values: int) -> dict[str, TensorRows]:
+    """The rows of a convolution over queries, keys and values, by their names in a checkpoint."""
+    return {f"{module}.{name}_conv1d.weight": TensorRows(weight, first, count)
+            for name, first, count in (("q", 0, keys), ("k", keys, keys), ("v", 2 * keys, values))}
 
 
 def unit(x: Tensor) -> Tensor:

@@ -130,6 +130,7 @@ LENIENT = {("Mistral", "kv heads are null"), ("Gemma", "kv heads are null"),
            ("Qwen2Moe", "windows null"),     # no layer has one
            *((family, "kv heads are null") for family in ("Lfm2", "Lfm2Moe", "Qwen3Next", "Qwen3_5",
                                                             "Qwen3_5Moe", "NemotronH")),
+           ("OlmoHybrid", "layer types over layers"),   # attention alone
            ("Bamba", "dynamic"),    # its class divides by 0
            # no layer has rope
            *((family, name) for name in FIELDS if name.startswith(("linear", "dynamic", "llama3", "yarn",
@@ -173,6 +174,7 @@ MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_s
 HYBRID: dict[str, dict[str, Any]] = {
     "Lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
     "Lfm2Moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "OlmoHybrid": {**DELTA, "num_key_value_heads": 4},
     "Qwen3Next": DELTA, "Qwen3_5": DELTA, "Qwen3_5Moe": DELTA,
     "Bamba": {**MAMBA, "attn_layer_indices": [1]}, "FalconH1": {**MAMBA, "mamba_d_ssm": 64},
     "GraniteMoeHybrid": {**MAMBA, "layer_types": DELTA["layer_types"]},
@@ -181,6 +183,7 @@ HYBRID: dict[str, dict[str, Any]] = {
                   "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2}}
 MIXTURES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GptOss", "Llama4", "Lfm2Moe", "Qwen3Next",
             "Qwen3_5Moe", "GraniteMoeHybrid", "NemotronH", *LATENT)
+SPELLED = ("OlmoHybrid",)     # files have other names than modules
 SIZES = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 12,
          "qk_rope_head_dim": 8, "v_head_dim": 6, "first_k_dense_replace": 1, "n_routed_experts": 4,
          "n_group": 1, "topk_group": 1}
@@ -223,7 +226,7 @@ def theirs(family: str, fields: dict[str, Any]) -> tuple[torch.nn.Module, np.nda
 def ours(directory: Path, family: str, fields: dict[str, Any], theirs: torch.nn.Module) -> np.ndarray:
     """Our logits of the same files."""
     # which splits stacked experts
-    if family in MIXTURES: theirs.save_pretrained(directory)
+    if family in (*MIXTURES, *SPELLED): theirs.save_pretrained(directory)
     else: save_file(stored(theirs), directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(raw_config(family, fields)))
     model = Llama(read_config(directory), dtypes.float32, "CPU")

@@ -26,7 +26,7 @@ HYBRID = ["linear_attention", "full_attention"]
 SLOW = ("deepseek-v2-lite", "deepseek-v3-halves", "mistral-narrow", "qwen2-moe-mixed", "qwen3-moe-one",
         "gpt-oss-narrow", "gemma3-narrow", "smollm3-windows", "deepseek-v3-dense-first", "lfm2-biases",
         "qwen3.5-moe", "bamba-limits", "mamba2-tied", "granite-4", "falcon-h1-norms", "nemotron-h",
-        "mamba-biases", "jamba-dense")
+        "mamba-biases", "jamba-dense", "olmo-hybrid-rope")
 MIXED = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 
 
@@ -112,6 +112,12 @@ CASES = {
     "qwen3.5-moe": Case("Qwen3_5Moe", {**DELTA, "num_hidden_layers": 4, "num_experts": 8,
                                        "num_experts_per_tok": 2, "moe_intermediate_size": 32,
                                        "shared_expert_intermediate_size": 48}),
+    "olmo-hybrid": Case("OlmoHybrid", {"linear_key_head_dim": 16, "linear_num_key_heads": 2,
+                                       "linear_num_value_heads": 4, "layer_types": HYBRID, "pad_token_id": 0,
+                                       "num_key_value_heads": 4, "rope_parameters": {"rope_theta": None}}),
+    "olmo-hybrid-rope": Case("OlmoHybrid", {"num_hidden_layers": 4, "linear_allow_neg_eigval": False,
+                                            "pad_token_id": 0, "linear_conv_kernel_dim": 3,
+                                            "tie_word_embeddings": True}),
     "bamba": Case("Bamba", {**MAMBA, "attn_layer_indices": [1], "num_hidden_layers": 3}),
     "bamba-limits": Case("Bamba", {**MAMBA, "attn_layer_indices": [0], "mamba_n_groups": 1,
                                    "mamba_proj_bias": True, "mamba_conv_bias": False, "mlp_bias": True,
