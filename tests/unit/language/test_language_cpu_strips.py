@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from tinygrad_nv.cpu import isa
+from tinygrad_nv.cpu.gemm.blocked.blocks import registers
 from tinygrad_nv.cpu.language import kernel as target
 from tinygrad_nv.cpu.language.hidden import find_hidden
-from tinygrad_nv.cpu.language.strips import Strips, find_strips
+from tinygrad_nv.cpu.language.strips import WIDE, Strips, find_strips, strip_rows
 from tinygrad_nv.language import *
 from tinygrad_nv.runtime.cpu.program import load
 from tinygrad_nv.tile.language.ir import Op, Program
@@ -257,3 +258,55 @@ def test_columns_beyond_an_operand_are_zero(level: str):
     given = arrays(128, 20, 16)
     got = run_at(count_beyond.program(*tensors(given, f32)), level, given, np.zeros(128, np.float32))
     np.testing.assert_allclose(got, count_beyond.interpret(*tensors(given, f32)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_strips_keep_units_busy(level: str):
+    """Two units of four cycles have ten sums at least."""
+    own = isa.of_level(level)
+    rows, columns = registers(strip_rows(own), WIDE, own)
+    assert strip_rows(own) % rows == 0
+    assert rows * columns >= 10 * own.lanes
+
+
+@kernel(grid=(3,))
+def spread(q: KTile["S", "D"], k: KTile["N", "D"], v: KTile["N", "D"], out: OTile["S", "D", f32],
+           late: OTile["S", "D", f32], total: OTile["S", f32], *, ahead: int, summed: bool):
+    """Stores blocks of 80 rows, once more `ahead` rows earlier, and sums of columns over all of a block."""
+    rows = tile.block(tile.program_id(0) * 80, 80)
+    first = rows - ahead if ahead else rows
+    acc = tile.zeros((80, k.shape[1]), f32)
+    for block in tile.range_n(k.shape[0], 64):
+        s = tile.exp(tile.dot(q[rows, :], k[block, :].T) * 0.1)
+        acc = tile.dot(s, v[block, :], acc)
+    out[rows, :] = acc
+    late[first, :] = acc * 2.0
+    total[rows] = tile.sum(acc, 1)
+    if summed: total[tile.block(0, k.shape[1])] = tile.sum(acc, 0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("ahead", "summed"), [(0, False), (20, False), (-20, False), (0, True)])
+def test_rows_of_which_nothing_is_stored(level: str, ahead: int, summed: bool):
+    """Rows beyond the last are computed where an earlier place is written too, or a sum reads them: what lies
+    beyond q is 0, of which the power is 1."""
+    given = arrays(170, 128, 32)
+    own = dict(zip("qkv", given, strict=True))
+    made = spread.program(*tensors(given, f32), ahead=ahead, summed=summed)
+    written = {name: np.zeros(shape, np.float32)
+               for name, shape in (("out", (170, 32)), ("late", (170, 32)), ("total", 170))}
+    load(target.build(made, isa.of_level(level)))(*(own.get(each.name, written.get(each.name))
+                                                    for each in made.tensors), threads=1)
+    want = spread.interpret(*tensors(given, f32), ahead=ahead, summed=summed)
+    for name, each in zip(("out", "late", "total"), want, strict=True):
+        np.testing.assert_allclose(written[name], each, rtol=2e-5, atol=1e-4)
+
+
+def test_rows_beyond_the_last_are_not_computed():
+    """The strips of a block end with the tensor's rows, where its rows alone are stored."""
+    given = tensors(arrays(170, 128, 32), f32)
+    for summed in (False, True):
+        text = spread.source(*given, ahead=0, summed=summed).rpartition("NOINLINE void body")[2]
+        assert ("smaller(80, 170 - " in text) != summed
+    whole = tensors(arrays(240, 128, 32), f32)
+    assert "smaller(80, " not in spread.source(*whole, ahead=0, summed=False)

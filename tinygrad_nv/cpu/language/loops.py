@@ -17,10 +17,11 @@ from tinygrad_nv.cpu.language.dot import DotEmitter
 from tinygrad_nv.cpu.language.emitter import c_name
 from tinygrad_nv.cpu.language.grouping import LAZY
 from tinygrad_nv.cpu.language.hidden import COLUMN, ROW, Index, find_hidden
-from tinygrad_nv.cpu.language.strips import Strips, find_strips
+from tinygrad_nv.cpu.language.strips import Strips, find_stores, find_strips
 from tinygrad_nv.cpu.language.text import Outside
 from tinygrad_nv.cpu.language.views import View, vector
 from tinygrad_nv.tile.language.ir import Op, Region, Value, select_numbers
+from tinygrad_nv.tile.language.unmasked import constant_of
 
 TOGETHER = ("apply", "cast", "bitcast", "where_needed", "load_block")    # operations on elements
 
@@ -71,19 +72,19 @@ class LoopEmitter(DotEmitter):
         self.loop_now, self.together = op, [] if self.strips else self._find_together(region)
         self._in_place(region, carried)
         pairs = list(zip(carried, region.yields, strict=True))
-        if self.strips: self._write_strips(region, self.strips)
+        if self.strips: self._write_strips(op, self.strips)
         else: self.region(region)
         self._leave([each for each in pairs if not self.strips or each[0] not in self.strips.values])
         self.loop_now, self.together, self.strips = before
 
-    def _write_strips(self, region: Region, strips: Strips) -> None:
+    def _write_strips(self, op: Op, strips: Strips) -> None:
         """Emits an iteration strip by strip, and what it leaves of their rows."""
-        before = self.region_now, self.groups
+        region, before = op.regions[0], (self.region_now, self.groups)
         self.region_now, self.groups = region, self.grouped[region]
         self._write([op for op in region.ops if op not in strips.ops])
         self.packed = {op: self.pack(op) for op in strips.ops if op.name == "dot"}
-        row = self.name("i")
-        with self.braces(f"for (s64 {row} = 0; {row} < {strips.rows}; {row} += {strips.count})"), \
+        row, last = self.name("i"), self._end_rows(op, strips)
+        with self.braces(f"for (s64 {row} = 0; {row} < {last}; {row} += {strips.count})"), \
                 self.in_strip(replace(strips, row=row)):
             self._limit_columns(region, strips)
             self._write(strips.ops)
@@ -92,6 +93,22 @@ class LoopEmitter(DotEmitter):
                          if each[0] in strips.values])
             self._note_places(region)
         self.region_now, self.groups = before
+
+    def _end_rows(self, op: Op, strips: Strips) -> str:
+        """Returns the row, in C, from which on nothing of what a loop makes is stored."""
+        ends = list[str]()
+        for store, axis in find_stores(op, strips, self.users):
+            tensor, start = self.tensor(store), store.operands[axis]
+            first = constant_of(start, self.makers)
+            if first is None and start in self.forms: first = f"(s64){self.scalar(start)}"
+            inside = self.ranges.inside(tensor, axis, store.operands[:-1], strips.rows)
+            if first is None or inside: return str(strips.rows)
+            ends.append(f"{self.extent(tensor, axis)} - {first}")
+        if not ends: return str(strips.rows)
+        end = self.name("end")
+        self.line(f"s64 {end} = 0;")
+        for each in ends: self.line(f"{end} = larger({end}, smaller({strips.rows}, {each}));")
+        return end
 
     def _limit_columns(self, region: Region, strips: Strips) -> None:
         """Emits the columns that some row of a strip sees; a strip without any is done."""

@@ -4,10 +4,13 @@ Protocol: `find_strips(op, isa)` is of a loop with dots, whose results other ope
 depends on the rows of these results is `striped`, where no such operation mixes rows: the iteration computes
 the rest of its operations first, and packs what the dots multiply by, then goes through the striped ones once
 for each strip of `count` rows. Scores of a strip stay in the first cache from a dot to the next.
+
+`find_stores` are the stores of all that a loop makes of its rows, where nothing else reads them: rows that
+none of these writes, beyond the last of a tensor, need not be computed.
 """
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from tinygrad_nv.cpu.gemm.blocked.blocks import registers
@@ -17,7 +20,7 @@ from tinygrad_nv.tile.language.ir import STORES, Op, Region, Value
 ELEMENTS = ("apply", "cast", "bitcast")
 WIDE = 64           # columns of scores: more vectors than registers have beside each other
 SUMS = 12           # vectors of sums that keep two units of four cycles busy, and a half more
-MOST_VECTORS = 4    # of rows in a strip: of more the scores leave the first cache
+MOST_VECTORS = 5    # of rows in a strip: of more the scores leave the first cache
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,12 @@ class Strips:
 
 
 def strip_rows(isa: ISA) -> int:
-    """Returns the fewest rows that are whole vectors, and whole blocks of registers with sums enough."""
-    for count in (isa.lanes * number for number in range(1, MOST_VECTORS + 1)):
+    """Returns the fewest rows that are whole vectors, and whole blocks of registers with sums enough, or as
+    many as can be."""
+    def sums(count: int) -> int:
         rows, columns = registers(count, WIDE, isa)
-        if count % rows == 0 and rows * columns >= SUMS * isa.lanes: return count
-    return MOST_VECTORS * isa.lanes
+        return min(rows * columns, SUMS * isa.lanes) if count % rows == 0 else 0
+    return max((isa.lanes * number for number in range(1, MOST_VECTORS + 1)), key=sums)
 
 
 def find_strips(op: Op, isa: ISA) -> Strips | None:
@@ -138,3 +142,21 @@ def _reads_rows(op: Op, value: Value, rows: int, values: Set[Value], striped: Se
     """Whether a striped operation reads rows of a value as its own, inside of a branch too."""
     if op not in striped or (op.name == "dot" and value is op.operands[1]): return False
     return all(_keeps_inside(each, rows, values) for each in op.regions)
+
+
+def find_stores(op: Op, strips: Strips, users: Mapping[Value, Sequence[Op]]) -> list[tuple[Op, int]]:
+    """Returns the stores, and the axis of each along which rows lie; empty where anything else reads them."""
+    given = zip(op.results, op.regions[0].arguments[1:], strict=True)
+    left = [result for result, argument in given if argument in strips.values]
+    values, found = set(left), list[tuple[Op, int]]()
+    while left:
+        value = left.pop()
+        for user in users.get(value, ()):
+            if user.name == "store_block":
+                sizes = user.attributes["sizes"]
+                found.append((user, next(axis for axis, size in enumerate(sizes) if size)))
+                continue
+            if not _keeps_rows(user, strips.rows, values | set(user.results)): return []
+            left += [each for each in user.results if each not in values]
+            values.update(user.results)
+    return found
