@@ -192,6 +192,12 @@ class Emitter(Text):
         rest = f"load_n_{name}({address}, {size} - ({column}))"
         return rest if size < self.lanes else f"({column}) + W <= {size} ? {whole} : {rest}"
 
+    def store_inside(self, name: str, where: str, column: str, size: int) -> str:
+        """Returns C that stores a vector from a column on of a row inside, of its end the lanes there are."""
+        whole, rest = f"store_{name}({where})", f"store_n_{name}({where}, {size} - ({column}))"
+        if not size % self.lanes: return whole
+        return rest if size < self.lanes else f"if (({column}) + W <= {size}) {whole}; else {rest}"
+
     def _lanes(self, dtype: DType, other: str, head: str, address: str, inside: str, name: str) -> str:
         made = self.name()
         self.line(f"{vector(dtype)} {made} = {other};")
@@ -199,12 +205,18 @@ class Emitter(Text):
         return made
 
     def _lazy_load(self, op: Op, outer: Sequence[str], column: str, uniform: bool) -> str:
-        tensor = self.program.tensor(op.attributes["tensor"])
+        tensor, shape = self.tensor(op), op.result.shape
         offsets, inside, other = (self.vector(each, outer, column, uniform) for each in op.operands)
-        shape = op.result.shape
+        name, base = short(tensor.dtype), f"p_{_c(tensor.name)}"
+        if shape and not uniform and self.is_row(*op.operands[:2]):
+            there = self._load_inside(name, f"{base} + {offsets}[0]", column, shape[-1])
+            return f"{inside}[0] ? ({there}) : {other}"
         bound = f"l < {shape[-1]} - ({column}) && " if shape and not uniform else ""
-        return self._lanes(op.result.dtype, other, "1", f"p_{_c(tensor.name)} + {offsets}[l]",
-                           f"{bound}{inside}[l]", short(tensor.dtype))
+        return self._lanes(op.result.dtype, other, "1", f"{base} + {offsets}[l]", f"{bound}{inside}[l]", name)
+
+    def is_row(self, offsets: Value, inside: Value) -> bool:
+        """Whether the elements of each vector lie side by side, all or none of them inside."""
+        return self.ranges.of(offsets).run >= self.lanes and self.ranges.of(inside).same >= self.lanes
 
     # **** forms ****
 

@@ -332,10 +332,7 @@ NOINLINE void sort_{kind}{'_down' * down}({element} *p, s64 n, s64 stride) {{
             return self._scatter(op, row, first, inside, last, made, column, shape[-1])
         count = f"{shape[-1]} - ({column}) < W ? {shape[-1]} - ({column}) : W"
         where = f"{row} + {first} + ({column}), {made}"
-        inside, size = f"store_{name}({where})", shape[-1]
-        if size % self.lanes:
-            rest = f"store_n_{name}({where}, {size} - ({column}))"
-            inside = rest if size < self.lanes else f"if (({column}) + W <= {size}) {inside}; else {rest}"
+        inside = self.store_inside(name, where, column, shape[-1])
         if op in self.flags:
             extent = self.extent(tensor, last)
             beside = f"put_window_{name}({row}, {first} + {column}, {extent}, {made}, {count})"
@@ -369,10 +366,14 @@ NOINLINE void sort_{kind}{'_down' * down}({element} *p, s64 n, s64 stride) {{
         with self.loops(shape or (1,)) as (outer, column):
             outer = outer if shape else []
             at, made, holds = (self.vector(each, outer, column, not shape) for each in op.operands)
+            if shape and self.is_row(op.operands[0], op.operands[2]):
+                where = f"p_{c_name(tensor.name)} + {at}[0], {made}"
+                inside = self.store_inside(short(tensor.dtype), where, column, shape[-1])
+                return self.line(f"if ({holds}[0]) {{ {inside}; }}")
             kept = self._elements(made, tensor.dtype)
             bound = f"{shape[-1]} - ({column})" if shape else "1"
-            self.line(f"for (s64 l = 0; l < W && l < {bound}; l++) if ({holds}[l]) "
-                      f"p_{c_name(tensor.name)}[(s64){at}[l]] = {kept}[l];")
+            return self.line(f"for (s64 l = 0; l < W && l < {bound}; l++) if ({holds}[l]) "
+                             f"p_{c_name(tensor.name)}[(s64){at}[l]] = {kept}[l];")
 
     def do_atomic(self, op: Op) -> None:
         tensor, fn, shape = self.tensor(op), op.attributes["fn"], op.result.shape
