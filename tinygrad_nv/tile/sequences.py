@@ -5,22 +5,18 @@ Protocol: tokens of sequences lie one after the other. Row s of `sequences`, int
 sequence's first token and how many it has; the page with the state that they begin with, −1 for zeros; after
 how many tokens the state is `kept`, in which page, −1 for none; and the page that has the state after all of
 them. A page is that of the source at the same time, or of no other sequence. Tokens of no sequence have no
-results.
-
-The rest is what their references share (tile/reference.py).
+results. What references share is in sequences_reference.py.
 """
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from tinygrad import Tensor
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
-from tinygrad_nv.tile.reference import Argument, Given, dense, gather
 
 FLOATS = (dtypes.float32, *FLOAT16S)
 COLUMNS = ("first", "count", "source", "border", "kept", "target")
@@ -57,37 +53,3 @@ def check(spec: SequenceSpec, extents: Sequence[str], kinds: Sequence[DType]) ->
 def describe(spec: SequenceSpec) -> str:
     """Returns the numbers of sequences and tokens in words."""
     return f"{spec.sequences} sequences, {'one token each' if spec.single else f'{spec.tokens} tokens'}"
-
-
-def table_argument(spec: SequenceSpec) -> Argument:
-    """Returns the argument `sequences`. Usual ones have equally many tokens each, and states in pages of
-    their own, in place."""
-    each, usual = max(1, spec.tokens // spec.sequences), list[int]()
-    for s in range(spec.sequences): usual += [s * each, each, s % spec.pages, 0, -1, s % spec.pages]
-    return Argument("sequences", dtypes.int32, (dense(spec.sequences, len(COLUMNS)),),
-                    values=range(-1, min(spec.tokens, spec.pages) + 1), usual=usual)
-
-
-def gather_inputs(arguments: Sequence[Argument], given: Given,
-                  wide: DType) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the table of sequences, and the other arguments that are read, of dtype `wide`."""
-    x = {each.name: gather(given[each.name], each.places[0]) for each in arguments if each.role != "out"}
-    return x.pop("sequences"), {name: each.cast(wide) for name, each in x.items()}
-
-
-def split_columns(table: Tensor) -> tuple[Tensor, ...]:
-    """Returns `COLUMNS` of a table, (S, 1) each."""
-    return tuple(table[:, i:i + 1] for i in range(len(COLUMNS)))
-
-
-def load_states(states: Tensor, source: Tensor) -> Tensor:
-    """Returns the states (S, …) in pages (S, 1), zeros for −1."""
-    found = states[source.reshape(-1).maximum(0)]
-    return (source >= 0).reshape(-1, *(1,) * (states.ndim - 1)).where(found, 0)
-
-
-def store_states(states: Tensor, pages: Tensor, new: Tensor) -> Tensor:
-    """Returns `states` with those of sequences, `new` (S, …), in their pages (S, 1), −1 for none."""
-    match = Tensor.arange(states.shape[0]).reshape(1, -1) == pages                          # (S, P)
-    mixed = new[match.cast(dtypes.int32).argmax(0)]
-    return match.any(0).reshape(-1, *(1,) * (states.ndim - 1)).where(mixed, states)

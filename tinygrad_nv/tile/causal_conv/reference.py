@@ -6,7 +6,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile.causal_conv.spec import CausalConvSpec
 from tinygrad_nv.tile.reference import Argument, Given, Place, compute_dtype, dense, round_to
-from tinygrad_nv.tile.sequences import (
+from tinygrad_nv.tile.sequences_reference import (
     gather_inputs,
     load_states,
     split_columns,
