@@ -66,9 +66,11 @@ class Attention:
         self.config, self.window, self.rope = config, config.windows[index], config.rope_indices[index]
         self.scale = config.head_dim ** -0.5 if config.attention_scale is None else config.attention_scale
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        # with a gate each head's rows of queries are followed by those of its gate
-        self.gated, queries = config.gated_attention, q * (1 + config.gated_attention)
-        self.qkv = Linear(config.hidden_size, queries + 2 * kv, config.qkv_bias, dtype, device)
+        # each head's rows of queries are followed by those of its gates, or values by one of each head
+        self.gated, self.gate_rows = config.gated_attention is True, 0
+        if config.gated_attention == "heads": self.gate_rows = config.num_heads
+        rows = q * (1 + self.gated) + 2 * kv + self.gate_rows
+        self.qkv = Linear(config.hidden_size, rows, config.qkv_bias, dtype, device)
         self.chunked, self.sinks = config.chunked and self.window is not None, None
         if config.sinks: self.sinks = Tensor.empty(config.num_heads, dtype=dtypes.float32, device=device)
         self.temperature = config.temperature if self.rope is None else None
@@ -83,8 +85,8 @@ class Attention:
         """Its matrices as a checkpoint stores them."""
         c, names = self.config, self.config.names
         q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        queries = q * (1 + self.gated)
-        return [(self.qkv, names.qkv, (queries, kv, kv)), (self.output, (names.output,), (c.hidden_size,))]
+        rows = (q * (1 + self.gated), kv, kv, *[self.gate_rows] * bool(self.gate_rows))
+        return [(self.qkv, names.qkv, rows), (self.output, (names.output,), (c.hidden_size,))]
 
     @property
     def norms(self) -> dict[str, RMSNorm]:
@@ -126,9 +128,11 @@ class Attention:
         return self.q_norm(q, means[..., :1]), self.k_norm(k, means[..., 1:])
 
     def take_gate(self, heads: Tensor) -> tuple[Tensor, Tensor | None]:
-        """q|k|v (B, T, …) of a projection that may have gates: of each head its query, then its gate."""
-        if not self.gated: return heads, None
+        """q|k|v (B, T, …) of a projection that may have gates, (B, T, H·D) or (B, T, H): of each head its
+        query, then its gate, or a gate of each head at the end."""
         c, (B, T, width) = self.config, heads.shape
+        if self.gate_rows: return heads.split([int(width) - self.gate_rows, self.gate_rows], dim=-1)
+        if not self.gated: return heads, None
         q, rest = heads.split([both := 2 * c.num_heads * c.head_dim, int(width) - both], dim=-1)
         q, gate = (each.reshape(B, T, -1) for each in q.reshape(B, T, c.num_heads, 2, c.head_dim).split(1, 3))
         return q.cat(rest, dim=-1), gate
@@ -246,7 +250,9 @@ class Attention:
                  cache: Cache | None) -> Tensor:
         heads, gate = self.take_gate(self.qkv(x))
         made = self.mix(heads, batch, cache)
-        return self.output(made if gate is None else (made * gate.sigmoid()).contiguous())
+        if gate is None: return self.output(made)
+        if self.gate_rows: gate = gate.unsqueeze(-1).expand(*gate.shape, self.config.head_dim)
+        return self.output((made * gate.sigmoid().reshape(made.shape)).contiguous())
 
     def mix(self, heads: Tensor, batch: DenseBatch | PagedBatch | PackedBatch, cache: Cache | None) -> Tensor:
         """Attention of q|k|v (B, T, …): (B, T, H·D)."""

@@ -60,9 +60,10 @@ class ModelConfig:
     alone, or a "feed_forward" alone; () is both of all. With `float32_residuals` layers add up in float32.
     Unless `mlp_gated` a feed-forward is down(act(up(x))). Gates of a feed-forward are multiplied by the first
     of `mlp_scales` before the activation, what it makes by the second. With `gated_attention` queries come
-    with a gate for each of their elements. Unless `causal` tokens attend in both directions, and a window is
-    as wide on either side (embedding models). Layers with a mixer have norms of `mixer_names`, if there are
-    any. `output_bias` is the bias of the attention's output projection,
+    with a gate for each of their elements, or values are followed by a gate for each of the "heads". Unless
+    `causal` tokens attend in both directions, and a window is as wide on either side (embedding models).
+    Layers with a mixer have norms of `mixer_names`, if there are any. `output_bias` is the bias of the
+    attention's output projection,
     `quantization` the quantization_config.
     """
     architecture: str
@@ -100,7 +101,7 @@ class ModelConfig:
     mixers: tuple[MixerConfig | None, ...] = ()
     halves: tuple[Half, ...] = ()
     float32_residuals: bool = False
-    gated_attention: bool = False
+    gated_attention: bool | Literal["heads"] = False
     mlp_scales: tuple[float, float] = (1.0, 1.0)
     mlp_gated: bool = True
     draft_layers: int = 0
@@ -183,11 +184,17 @@ class ModelConfig:
     def attention_width(self) -> int:
         """Elements of a token's queries, keys and values in one layer."""
         if self.latent is None:
-            made = (self.num_heads * (1 + self.gated_attention) + 2 * self.num_kv_heads) * self.head_dim
+            made = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim + self._attention_gates
             return max([made, *(each.width for each in self.mixers if each is not None)])
         # queries, absorbed ones and what is weighted; the cache's vector
         each = self.latent.head + self.latent.width + self.latent.rank
         return self.num_heads * each + self.latent.width
+
+    @property
+    def _attention_gates(self) -> int:
+        """Elements of a token's gates in one layer's attention."""
+        if not self.gated_attention: return 0
+        return self.num_heads * (1 if self.gated_attention == "heads" else self.head_dim)
 
     @property
     def _attention_parameters(self) -> int:
@@ -197,7 +204,7 @@ class ModelConfig:
             return made + self.hidden_size * (self.num_heads * self.latent.value + self.output_bias)
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         made = self.hidden_size * (2 * q + 2 * kv + self.output_bias) + (q + 2 * kv) * self.qkv_bias
-        made += q * self.gated_attention * (self.hidden_size + self.qkv_bias)
+        made += self._attention_gates * (self.hidden_size + self.qkv_bias)
         made += self.num_heads * self.sinks
         return made + {"": 0, "unit": 0, "head": 2 * self.head_dim, "all": q + kv}[self.qk_norm]
 

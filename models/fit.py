@@ -120,9 +120,9 @@ def _attention(c: ModelConfig, hidden: Extent) -> Shapes:
         return {**made, "self_attn.q_a_proj.weight": (q_rank, hidden),
                 "self_attn.q_b_proj.weight": (query, q_rank)}
     q = "num_attention_heads × head_dim", c.num_heads * c.head_dim
-    given = (f"2 × {q[0]}", 2 * q[1]) if c.gated_attention else q
+    given = (f"2 × {q[0]}", 2 * q[1]) if c.gated_attention is True else q
     kv = "num_key_value_heads × head_dim", c.num_kv_heads * c.head_dim
-    rows = (given, kv, kv) if len(names.qkv) == 3 else \
+    rows = (given, kv, kv, ("num_attention_heads", c.num_heads))[:len(names.qkv)] if len(names.qkv) > 1 else \
         (("(num_attention_heads + 2 × num_key_value_heads) × head_dim", q[1] + 2 * kv[1]),)
     return {f"{names.output}.weight": (hidden, q),
             **{f"{name}.weight": (each, hidden) for name, each in zip(names.qkv, rows, strict=True)}}

@@ -27,7 +27,7 @@ from .fields import CORRECT, Fields
 
 MAX_CONTEXT = 1 << 20           # limit: tokens of a context without --max-model-len
 MAX_TABLE_BYTES = 256 << 20     # limit: bytes of the tables of a rope without --max-model-len
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "factors")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional", "factors")
 NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
            "mscale", "mscale_all_dim")
 NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -151,7 +151,7 @@ def rope_config(f: Fields, given: Mapping[str, Any], head_dim: int, partial: boo
                          f"one of: {', '.join(ROPE_TYPES)}")
     if head_dim % 2: raise ModelError(f"{name}: head_dim is {head_dim}", "an even number: rope rotates pairs")
     both = Fields({"rope_theta": 10000.0, **f.raw, **given}, name)
-    dim = _partial_dim(both, head_dim) if partial else head_dim
+    dim = _partial_dim(both, head_dim) if partial and kind != "proportional" else head_dim
     if not partial: _require_whole_heads(both, kind)
     mine = Fields(given, name)
     numbers: dict[str, Any] = {key: mine.number(key, zero=key.startswith("mscale"))
@@ -172,6 +172,7 @@ def rope_config(f: Fields, given: Mapping[str, Any], head_dim: int, partial: boo
         raise ModelError(f"{name}: {ORIGINAL} is {original} with rope type longrope", "2 or more", CORRECT)
     if kind == "longrope": numbers.setdefault("factor", positions / original)
     lists: dict[str, Any] = {key: _factors(given, key, dim, name) for key in LISTS.get(kind, ())}
+    if kind == "proportional": kind, lists["factors"] = "factors", _proportional(both, dim, numbers)
     return RopeConfig(kind=kind, theta=theta, dim=dim, original_positions=original,
                       truncate=bool(given.get("truncate", True)), **lists, **numbers)
 
@@ -184,6 +185,14 @@ def _factors(given: Mapping[str, Any], key: str, dim: int, name: str) -> tuple[f
         raise ModelError(f"{name}: {key} of the rope parameters has {count} factors",
                          f"{dim // 2}, one for each pair of dimensions that are rotated")
     return tuple(Fields({key: each}, name).number(key) for each in factors)
+
+
+def _proportional(both: Fields, dim: int, numbers: dict[str, Any]) -> tuple[float, ...]:
+    """Factors of a rope that leaves all pairs but the first partial_rotary_factor of them as they are."""
+    share = 1.0 if both.get("partial_rotary_factor") is None else both.number("partial_rotary_factor")
+    if (turned := int(share * dim // 2)) > dim // 2:
+        raise ModelError(f"{both.name}: partial_rotary_factor is {share:g}", "at most 1", CORRECT)
+    return (numbers.get("factor", 1.0),) * turned + (math.inf,) * (dim // 2 - turned)
 
 
 def _partial_dim(both: Fields, head_dim: int) -> int:
@@ -199,7 +208,7 @@ def _partial_dim(both: Fields, head_dim: int) -> int:
 def _require_whole_heads(both: Fields, kind: str) -> None:
     """Refuses a partial_rotary_factor that transformers cannot run."""
     factor = both.get("partial_rotary_factor")
-    if kind == "default" or factor is None: return
+    if kind in ("default", "proportional") or factor is None: return
     if both.number("partial_rotary_factor") != 1.0:
         raise ModelError(f"{both.name}: partial_rotary_factor is {brief(factor)} with rope type {kind}",
                          "1: this family rotates whole heads", "remove the field, or correct it")

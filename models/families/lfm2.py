@@ -27,7 +27,7 @@ def lfm2(f: Fields) -> dict[str, Any]:
     if (taps := f.positive("conv_L_cache")) < 2:
         raise ModelError(f"{f.name}: conv_L_cache is {taps}", "at least 2")
     own = ShortConvConfig(f.positive("hidden_size"), taps, f.flag("conv_bias"))
-    kinds = list_kinds(f)
+    kinds = list_kinds(f, (FULL, CONV))
     tied = "tie_word_embeddings" if f.get("tie_embedding") is None else "tie_embedding"
     return {"mixers": tuple(own if kind == CONV else None for kind in kinds), "names": NAMES,
             "qk_norm": "head", "qkv_bias": False, "output_bias": False, "activation": "silu",
@@ -35,16 +35,16 @@ def lfm2(f: Fields) -> dict[str, Any]:
             "norm_eps": f.number("norm_eps"), "tied": f.flag(tied)}
 
 
-def list_kinds(f: Fields) -> list[str]:
-    """Each layer's kind: layer_types, or full_attn_idxs. Raises `ModelError`."""
+def list_kinds(f: Fields, known: tuple[str, ...]) -> list[str]:
+    """Each layer's kind, one of `known`: layer_types, or full_attn_idxs. Raises `ModelError`."""
     layers = f.positive("num_hidden_layers")
     if f.get("layer_types") is None:
         full = range(layers) if f.get("full_attn_idxs") is None else f.layers("full_attn_idxs")
         return [FULL if i in full else CONV for i in range(layers)]
     kinds: list[str] = f.each_layer("layer_types")
-    if unknown := [kind for kind in kinds if kind not in (FULL, CONV)]:
+    if unknown := [kind for kind in kinds if kind not in known]:
         raise ModelError(f"{f.name}: layer_types has {brief(unknown[0])}, which is not supported",
-                         f"{FULL} or {CONV}")
+                         " or ".join(known))
     return kinds
 
 

@@ -27,7 +27,7 @@ from tests.support.models.embedding_case import (
     ragged,
     save,
 )
-from tests.support.models.families import BASE, CASES
+from tests.support.models.families import BASE, CASES, KEEPING_STATES
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.worker.embedding_runner import EmbeddingRunner, step_sizes
 from tinygrad_nv.errors import ModelError, RequestError
@@ -40,7 +40,8 @@ from tinygrad_nv.runtime.programs import Compilations
 TEXTS = ragged((7, 1, 20))
 # families whose attention is not that of packed sequences, and what of it
 REFUSED = {"DeepseekV2": "multi-head latent attention", "DeepseekV3": "multi-head latent attention",
-           "GptOss": "attention sinks", "Llama4": "windows in chunks"}
+           "GptOss": "attention sinks", "Llama4": "windows in chunks",
+           **dict.fromkeys(KEEPING_STATES, "layers that keep states")}
 
 
 def vectors(llm: LLM, prompts: Any, **options: Any) -> np.ndarray:

@@ -128,8 +128,8 @@ LENIENT = {("Mistral", "kv heads are null"), ("Gemma", "kv heads are null"),
            *((family, "kv heads are null") for family in ("Mixtral", "Qwen2Moe", "Qwen3Moe", "GptOss",
                                                             "Llama4")),
            ("Qwen2Moe", "windows null"),     # no layer has one
-           *((family, "kv heads are null") for family in ("Lfm2", "Lfm2Moe", "Qwen3Next", "Qwen3_5",
-                                                            "Qwen3_5Moe", "NemotronH")),
+           *((family, "kv heads are null") for family in ("Lfm2", "Lfm2Moe", "Lfm3", "Qwen3Next", "Qwen3_5",
+                                                            "Qwen3_5Moe", "NemotronH", "MiniMaxM2")),
            ("OlmoHybrid", "layer types over layers"),   # attention alone
            ("Bamba", "dynamic"),    # its class divides by 0
            # no layer has rope
@@ -159,7 +159,19 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
                "chunks of 12": {"attention_chunk_size": 12, "no_rope_layer_interval": 2},
                "chunks without rope": {"attention_chunk_size": 8, "no_rope_layers": [0, 1],
                                        "layer_types": ["chunked_attention", "full_attention"]},
-               "width": {"intermediate_size_mlp": 40, "moe_layers": []}}}
+               "width": {"intermediate_size_mlp": 40, "moe_layers": []}},
+    "Lfm3": {"no norms": {"use_sandwich_norm": False}, "no gates": {"use_attention_gate": False},
+             "biases without gates": {"use_attention_gate": False, "attention_bias": True},
+             "conv_bias": {"conv_bias": True}, "taps": {"conv_L_cache": 3}, "one tap": {"conv_L_cache": 1},
+             "no layer types": {"layer_types": None, "num_hidden_layers": 3},
+             "windows without rope": {"layer_types": ["sliding_attention", "conv"], "sliding_window": 5},
+             "own ropes": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5,
+                           "rope_parameters": {
+                               "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                               "full_attention": {"rope_type": "proportional", "rope_theta": 500.0,
+                                                  "partial_rotary_factor": 0.6, "factor": 2.0}}}},
+    "MiniMaxM2": {"rotary_dim": {"rotary_dim": 8}, "one expert": {"num_experts_per_tok": 1},
+                  "both parts": {"rotary_dim": 8, "partial_rotary_factor": 0.75}}}
 # those of them that are tried by default
 QUICK_OWN = {"alpha", "no biases", "no norm", "temperature", "chunks of 12", "dense first"}
 # so that experts are few and small
@@ -173,6 +185,7 @@ MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_s
          "shared_intermediate_size": 40}
 HYBRID: dict[str, dict[str, Any]] = {
     "Lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+    "Lfm3": {"layer_types": ["conv", "full_attention"], "pad_token_id": 0},
     "Lfm2Moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "OlmoHybrid": {**DELTA, "num_key_value_heads": 4},
     "Qwen3Next": DELTA, "Qwen3_5": DELTA, "Qwen3_5Moe": DELTA,
@@ -182,8 +195,8 @@ HYBRID: dict[str, dict[str, Any]] = {
     "NemotronH": {"layers_block_type": ["linear_attention", "full_attention"], "mamba_num_heads": 4,
                   "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2}}
 MIXTURES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GptOss", "Llama4", "Lfm2Moe", "Qwen3Next",
-            "Qwen3_5Moe", "GraniteMoeHybrid", "NemotronH", *LATENT)
-SPELLED = ("OlmoHybrid",)     # files have other names than modules
+            "Qwen3_5Moe", "GraniteMoeHybrid", "NemotronH", "MiniMaxM2", *LATENT)
+SPELLED = ("OlmoHybrid", "Lfm3")     # files have other names than modules
 SIZES = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 12,
          "qk_rope_head_dim": 8, "v_head_dim": 6, "first_k_dense_replace": 1, "n_routed_experts": 4,
          "n_group": 1, "topk_group": 1}
@@ -225,7 +238,7 @@ def theirs(family: str, fields: dict[str, Any]) -> tuple[torch.nn.Module, np.nda
 
 def ours(directory: Path, family: str, fields: dict[str, Any], theirs: torch.nn.Module) -> np.ndarray:
     """Our logits of the same files."""
-    # which splits stacked experts
+    # which splits stacked experts, and renames
     if family in (*MIXTURES, *SPELLED): theirs.save_pretrained(directory)
     else: save_file(stored(theirs), directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(raw_config(family, fields)))

@@ -14,6 +14,7 @@ from tinygrad.helpers import Context
 from tests.models.test_train_parity import theirs
 from tests.support.models import families
 from tinygrad_nv import explain
+from tinygrad_nv.errors import ModelError
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.dense import DenseBatch, Documents
 from tinygrad_nv.models.llama import Llama
@@ -124,6 +125,10 @@ def test_no_document_sees_another(hf_model: Callable[[str], Path], case: str) ->
     segments = np.stack([np.repeat(1 + np.arange(len(row)), row) for row in PACKED])
     documents = Documents(*(Tensor(each.astype(np.int32)) for each in (positions, segments)))
     batch = DenseBatch(0, model.rope_tables, None, documents)
+    if families.CASES[case].family in families.KEEPING_STATES:
+        with pytest.raises(ModelError, match=r"several documents .* layers that keep states"):
+            model.states_of_batch(tokens, batch)
+        return
     found = model.logits(model.states_of_batch(tokens, batch)).numpy()
     single = [each for row in rows for each in row]     # filled up: no token sees what comes later
     filled = np.stack([np.pad(each, (0, 20 - len(each)), constant_values=3) for each in single])

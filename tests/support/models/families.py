@@ -26,7 +26,11 @@ HYBRID = ["linear_attention", "full_attention"]
 SLOW = ("deepseek-v2-lite", "deepseek-v3-halves", "mistral-narrow", "qwen2-moe-mixed", "qwen3-moe-one",
         "gpt-oss-narrow", "gemma3-narrow", "smollm3-windows", "deepseek-v3-dense-first", "lfm2-biases",
         "qwen3.5-moe", "bamba-limits", "mamba2-tied", "granite-4", "falcon-h1-norms", "nemotron-h",
-        "mamba-biases", "jamba-dense", "olmo-hybrid-rope")
+        "mamba-biases", "jamba-dense", "lfm3-bare", "olmo-hybrid-rope")
+# families whose layers keep states
+KEEPING_STATES = ("Lfm2", "Lfm2Moe", "Lfm3", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Bamba", "Mamba2", "Mamba",
+                  "FalconMamba", "Jamba", "GraniteMoeHybrid", "FalconH1", "NemotronH",
+                  "OlmoHybrid")
 MIXED = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 
 
@@ -104,6 +108,13 @@ CASES = {
     "lfm2-moe": Case("Lfm2Moe", {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3,
                                  "num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok": 2,
                                  "moe_intermediate_size": 40, "routed_scaling_factor": 1.5}),
+    "lfm3": Case("Lfm3", {"layer_types": ["conv", "sliding_attention", "full_attention"], "head_dim": 24,
+                          "num_hidden_layers": 3, "sliding_window": 16, "pad_token_id": 0}),
+    "lfm3-bare": Case("Lfm3", {"layer_types": ["sliding_attention", "conv"], "use_sandwich_norm": False,
+                               "use_attention_gate": False, "attention_bias": True, "conv_bias": True,
+                               "sliding_window": 5, "pad_token_id": 0}),
+    "minimax-m2": Case("MiniMaxM2", {"num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 12,
+                                     "head_dim": 24, "intermediate_size": 48}),
     "qwen3-next": Case("Qwen3Next", {**DELTA, "num_hidden_layers": 4, "num_experts": 8,
                                      "num_experts_per_tok": 2, "moe_intermediate_size": 32,
                                      "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]}),
