@@ -34,7 +34,7 @@ TARGETS = (GPU("sm_80", 108), GPU("sm_90a", 132), host())
 def spec_of(rows: tuple[Row, ...], channels: int = 40, taps: int = 4, dtype: Any = F32,
             **more: Any) -> CausalConvSpec:
     """Channels of a wider projection."""
-    tokens = TOKENS if rows is ROWS else len(rows)
+    tokens = len(rows) if rows is SINGLE else TOKENS
     return CausalConvSpec(tokens, len(rows), channels, taps, PAGES, dtype, channels + 8, 8,
                           single=rows is SINGLE, **more)
 
@@ -55,7 +55,10 @@ def convolve(spec: CausalConvSpec, given: Given, rows: tuple[Row, ...]) -> tuple
     return out, follow(rows, x["windows"], step)
 
 
+# programs that have other chunks run while the window is replaced from which the first tokens read
+IN_PLACE: tuple[Row, ...] = ((0, 61, 3, 48, 6, 3),)
 SPECS = {
+    "in place": (IN_PLACE, {"silu": True}), "more taps than a chunk has tokens": (IN_PLACE, {"taps": 19}),
     "4 taps": (ROWS, {"silu": True}), "2 taps": (ROWS, {"taps": 2, "bias": True}),
     "3 taps, bf16": (ROWS, {"taps": 3, "dtype": BF16, "silu": True, "bias": True}),
     "f16, odd": (ROWS, {"channels": 13, "dtype": F16}),
