@@ -60,9 +60,9 @@ PROMPTS, DECODED = (512, 2048), 32
 
 def make_model(family: str, fields: dict[str, Any], directory: Path) -> Any:
     """Returns transformers' model, and writes it."""
-    kind = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    kind: Any = getattr(transformers, f"{family}TextConfig", None) \
+        or getattr(transformers, f"{family}Config")
     torch.manual_seed(0)
-    assert kind is not None
     made = getattr(transformers, f"{family}ForCausalLM")(kind(**fields)).eval().float()
     made.generation_config.eos_token_id = None
     made.save_pretrained(directory)
