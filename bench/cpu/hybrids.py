@@ -26,8 +26,8 @@ from tinygrad.dtype import dtypes
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.lib.measure import save
-from tinygrad_nv import SamplingParams
 from tinygrad_nv.engine.llm import LLM
+from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.models.config import read_config
 
 COMMON = {"vocab_size": 32_000, "tie_word_embeddings": True, "max_position_embeddings": 8192}
