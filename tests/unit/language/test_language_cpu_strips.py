@@ -310,3 +310,39 @@ def test_rows_beyond_the_last_are_not_computed():
         assert ("smaller(80, 170 - " in text) != summed
     whole = tensors(arrays(240, 128, 32), f32)
     assert "smaller(80, " not in spread.source(*whole, ahead=0, summed=False)
+
+
+@kernel(grid=(2,))
+def ended(q: KTile["S", "D"], k: KTile["N", "D"], v: KTile["N", "D"], ends: KTile["E", int32],
+          out: OTile["S", "D", f32], total: OTile["S", f32], *, shift: int, more: int):
+    """Stores rows ahead of the first of `ends`, sums of those ahead of the second; `more`: the last rows
+    too."""
+    rows, end, other = tile.block(tile.program_id(0) * 80, 80), ends[0], ends[1]
+    acc = tile.zeros((80, k.shape[1]), f32)
+    for block in tile.range_n(k.shape[0], 64):
+        s = tile.exp(tile.dot(q[rows, :], k[block, :].T) * 0.1)
+        acc = tile.dot(s, v[block, :], acc)
+    seen, counted = rows.indices + shift < end, rows.indices + shift < other
+    if more: seen = seen | (rows.indices >= q.shape[0] - more)
+    tile.store(out, acc, rows, tile.block(0, k.shape[1]), mask=seen[:, None])
+    tile.store(total, tile.sum(acc, 1), rows, mask=counted)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("ends", "shift", "more"), [
+    ((0, 0), 0, 0), ((17, 90), 0, 0), ((90, 17), 0, 0), ((200, 3), 0, 0), ((30, 30), -9, 0),
+    ((5, 5), 2**31 - 1, 0), ((5, 5), 0, 20)])
+def test_rows_that_a_mask_ends(level: str, ends: tuple[int, int], shift: int, more: int):
+    """Numbers of memory say how many; sums that wrap around, and an `or`, let later rows be stored."""
+    given = [*arrays(150, 128, 32), np.array(ends, np.int32)]
+    own = dict(zip(("q", "k", "v", "ends"), given, strict=True))
+    rows = [*tensors(given[:3], f32), Tensor(given[3]).realize()]
+    made = ended.program(*rows, shift=shift, more=more)
+    written = {"out": np.zeros((150, 32), np.float32), "total": np.zeros(150, np.float32)}
+    load(target.build(made, isa.of_level(level)))(*(own.get(each.name, written.get(each.name))
+                                                    for each in made.tensors), threads=1)
+    want = ended.interpret(*rows, shift=shift, more=more)
+    for got, each in zip(written.values(), want, strict=True):
+        np.testing.assert_allclose(got, each, rtol=2e-5, atol=1e-4)
+    text = ended.source(*rows, shift=shift, more=more).rpartition("NOINLINE void body")[2]
+    assert "larger(end" in text

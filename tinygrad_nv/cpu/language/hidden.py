@@ -40,8 +40,7 @@ class Index:
 
 @dataclass(frozen=True)
 class Visible:
-    """left < right + more, where an element is visible: one side has the column's index, the other may have
-    the row's."""
+    """left < right + more, where an element is visible."""
     left: Index
     right: Index
     more: int
@@ -62,7 +61,8 @@ class Hidden:
 def find_hidden(region: Region, strips: Strips, makers: Makers, lanes: int) -> Hidden | None:
     """Returns the columns that a strip need not compute; None where it needs all."""
     masks = [op for each in strips.ops for op in (each, *_inner(each)) if op.attributes.get("skip")]
-    bounds = [bound for mask in masks for bound in _conditions(mask.operands[0], makers)]
+    bounds = [bound for mask in masks for bound in _conditions(mask.operands[0], makers)
+              if _bounds_columns(bound)]
     if not bounds or masks[0].result.shape[1] % lanes: return None
     shape = masks[0].result.shape
     values = _follow(region, {each.result for each in masks}, shape)
@@ -104,7 +104,7 @@ def _may_leave_out(op: Op, values: Set[Value]) -> bool:
 
 
 def _conditions(value: Value, makers: Makers) -> list[Visible]:
-    """Comparisons that all hold where a condition does, of those that bound columns."""
+    """Comparisons that all hold where a condition does, of those of indices."""
     op = makers.get(value)
     if op is None: return []
     if op.name in ("broadcast", "reshape"):
@@ -125,9 +125,25 @@ def _conditions(value: Value, makers: Makers) -> list[Visible]:
 def _compare(sides: Sequence[Value], more: int, makers: Makers) -> list[Visible]:
     if sides[0].dtype != dtypes.int32: return []
     left, right = (_index(each, makers) for each in sides)
-    if left is None or right is None: return []
-    good = (left.of_column and right.of_row) or (left.of_row and right.of_column)
-    return [Visible(left, right, more)] if good else []
+    return [] if left is None or right is None else [Visible(left, right, more)]
+
+
+def _bounds_columns(each: Visible) -> bool:
+    """Whether one side has the column's index, the other no more than the row's."""
+    left, right = each.left, each.right
+    return (left.of_column and right.of_row) or (left.of_row and right.of_column)
+
+
+def find_ends(mask: Value, makers: Makers) -> list[Visible]:
+    """Returns comparisons of a mask that hold up to an index along the first axis alone."""
+    op, first = makers.get(mask), Counter((-len(mask.shape),))
+    if op is not None and op.name in ("broadcast", "reshape"):
+        source = op.operands[0]
+        stays = op.name == "reshape" or len(source.shape) == len(mask.shape)
+        return find_ends(source, makers) if stays and source.shape[:1] == mask.shape[:1] else []
+    if op is not None and op.name == "apply" and op.attributes["fn"] == "and":
+        return [each for one in op.operands for each in find_ends(one, makers)]
+    return [each for each in _conditions(mask, makers) if each.left.axes == first and not each.right.axes]
 
 
 def _index(value: Value, makers: Makers) -> Index | None:

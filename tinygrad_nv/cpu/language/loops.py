@@ -16,7 +16,7 @@ from tinygrad_nv.cpu.kernel import c_type
 from tinygrad_nv.cpu.language.dot import DotEmitter
 from tinygrad_nv.cpu.language.emitter import c_name
 from tinygrad_nv.cpu.language.grouping import LAZY
-from tinygrad_nv.cpu.language.hidden import COLUMN, ROW, Index, find_hidden
+from tinygrad_nv.cpu.language.hidden import COLUMN, ROW, Index, find_ends, find_hidden
 from tinygrad_nv.cpu.language.strips import Strips, find_stores, find_strips
 from tinygrad_nv.cpu.language.text import Outside
 from tinygrad_nv.cpu.language.views import View, vector
@@ -96,18 +96,34 @@ class LoopEmitter(DotEmitter):
 
     def _end_rows(self, op: Op, strips: Strips) -> str:
         """Returns the row, in C, from which on nothing of what a loop makes is stored."""
-        ends = list[str]()
-        for store, axis in find_stores(op, strips, self.users):
-            tensor, start = self.tensor(store), store.operands[axis]
-            first = constant_of(start, self.makers)
-            if first is None and start in self.forms: first = f"(s64){self.scalar(start)}"
-            inside = self.ranges.inside(tensor, axis, store.operands[:-1], strips.rows)
-            if first is None or inside: return str(strips.rows)
-            ends.append(f"{self.extent(tensor, axis)} - {first}")
-        if not ends: return str(strips.rows)
+        rows, stores = strips.rows, find_stores(op, strips, self.users)
+        ends = [self._end_mask(store, rows) if store.name == "store" else self._end_block(store, axis, rows)
+                for store, axis in stores]
+        if not ends or not all(ends): return str(rows)
         end = self.name("end")
         self.line(f"s64 {end} = 0;")
-        for each in ends: self.line(f"{end} = larger({end}, smaller({strips.rows}, {each}));")
+        for each in ends: self.line(f"{end} = larger({end}, smaller({rows}, {each}));")
+        return end
+
+    def _end_block(self, store: Op, axis: int, rows: int) -> str:
+        """Returns the row, in C, that is beyond a tensor's last; empty where none is, or that is not known
+        yet."""
+        tensor, start = self.tensor(store), store.operands[axis]
+        first = constant_of(start, self.makers)
+        if first is None and start in self.forms: first = f"(s64){self.scalar(start)}"
+        inside = self.ranges.inside(tensor, axis, store.operands[:-1], rows)
+        return "" if first is None or inside else f"{self.extent(tensor, axis)} - {first}"
+
+    def _end_mask(self, store: Op, rows: int) -> str:
+        """Returns the row, in C, from which on a mask does not hold; empty where that is not known yet."""
+        end = ""
+        for each in find_ends(store.operands[2], self.makers):
+            if not self.forms.keys() >= {*each.left.scalars, *each.right.scalars}: continue
+            left, right = self._add(each.left), self._add(each.right)
+            # where an index wraps around, rows beyond may be stored
+            exact = f"{left} + {rows - 1} <= 0x7fffffff && {right} >= -0x7fffffff - 1"
+            own = f"({exact} ? {right} - {left} + {each.more} : {rows})"
+            end = f"smaller({end}, {own})" if end else own
         return end
 
     def _limit_columns(self, region: Region, strips: Strips) -> None:

@@ -6,7 +6,7 @@ the rest of its operations first, and packs what the dots multiply by, then goes
 for each strip of `count` rows. Scores of a strip stay in the first cache from a dot to the next.
 
 `find_stores` are the stores of all that a loop makes of its rows, where nothing else reads them: rows that
-none of these writes, beyond the last of a tensor, need not be computed.
+none of these writes, beyond the last of a tensor or of a mask, need not be computed.
 """
 from __future__ import annotations
 
@@ -152,8 +152,8 @@ def find_stores(op: Op, strips: Strips, users: Mapping[Value, Sequence[Op]]) -> 
     while left:
         value = left.pop()
         for user in users.get(value, ()):
-            if user.name == "store_block":
-                sizes = user.attributes["sizes"]
+            if user.name in ("store", "store_block"):
+                sizes = user.attributes.get("sizes", (strips.rows,))
                 found.append((user, next(axis for axis, size in enumerate(sizes) if size)))
                 continue
             if not _keeps_rows(user, strips.rows, values | set(user.results)): return []
