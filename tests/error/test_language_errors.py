@@ -239,6 +239,14 @@ def gather_by_floats(x): tile.gather(x[:, :], x[:, :], 1)  # here
 def gather_of_other_rows(x): tile.gather(x[:, :], tile.zeros((4, 4), int32), 1)  # here
 
 
+@wrong("the ranks of 8x16xf32", "a tile of int32 with one axis", "tile.reshape(x, n)")
+def ranks_of_floats(x): tile.ranks(x[:, :], 4)  # here
+
+
+@wrong("bins=0", "a positive constant")
+def ranks_of_nothing(x): tile.ranks(tile.arange(8), 0)  # here
+
+
 # **** operands ****
 
 @wrong("tensor x[8, 16] in an operation on tiles", "a tile of it", "tile.load(x, rows, cols)")

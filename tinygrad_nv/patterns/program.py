@@ -49,7 +49,7 @@ from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.runtime import programs
 from tinygrad_nv.runtime.note import Note, ProgramKernel
-from tinygrad_nv.tile.kernel import Chain, ProgramsInTurn, RowSumsKernel, Scratch, TileKernel
+from tinygrad_nv.tile.kernel import Chain, ProgramsInTurn, Scratch, TileKernel
 from tinygrad_nv.tile.launch import PLAIN, LaunchConfig
 from tinygrad_nv.tile.template import GPU
 
@@ -142,9 +142,7 @@ class Built(Protocol):
 
 COMBINE = Note("combine", "adds up the splits of the kernel before")
 PIECES = Note("pieces", "the best, or the sums, of what the kernel before has found")
-ORDER = Note("order", "orders the slots of the kernel before")
-ROW_SUMS = Note("row_sums", "adds up the rows that a kernel before has sorted")
-FOLLOWING = {ProgramsInTurn: ORDER, RowSumsKernel: ROW_SUMS}    # of a call's kernels after the first
+IN_TURN = Note("in_turn", "goes on with what the kernels before have left")
 
 
 def call(made: Built | Chain, device: str | tuple[str, ...], outputs: Sequence[Output | UOp],
@@ -165,7 +163,7 @@ def call(made: Built | Chain, device: str | tuple[str, ...], outputs: Sequence[O
     for kernel in made.kernels:
         if done:
             flops, nbytes = 0, sum(each.nbytes for each in made.scratch)
-            note = FOLLOWING.get(type(made), COMBINE)
+            note = IN_TURN if isinstance(made, ProgramsInTurn) else COMBINE
         done = program(kernel.name, kernel.text, device, done or [out for out, _ in given], inputs,
                        grid=_grid(kernel, rows), block=kernel.block, variables=variables, flops=flops,
                        nbytes=nbytes, note=note, parts=kernel.parts, launch=kernel.launch)

@@ -190,18 +190,3 @@ class ProgramsInTurn:
     scratch, never initialised; inputs."""
     kernels: tuple[TileKernel, ...]
     scratch: tuple[Scratch, ...]
-
-
-@dataclass(frozen=True)
-class RowSumsKernel:
-    """The kernels of a table's gradient, launched one after the other, all with the same parameters: out;
-    workspace, so many u32, never initialised; tokens; grad. `sorted`: what the first leaves at the
-    workspace's beginning, of tokens."""
-    kernels: tuple[TileKernel, ...]
-    workspace_words: int
-    sorted: Callable[[Any], Any] = field(compare=False)
-
-    @property
-    def scratch(self) -> tuple[Scratch, ...]:
-        """The workspace."""
-        return Scratch(dtypes.uint32, self.workspace_words, held=lambda given: self.sorted(given["tokens"])),

@@ -74,7 +74,8 @@ class TileProgram:
     no blocks but those of `cut` may be, as others would add up in another order. `vector`: elements that
     a thread has side by side at most. `entry`: the name of the kernel, where that is not its own.
     `scratch`: int32 tensors behind the outputs, by name; where there are such, the program `following` goes
-    on with these and the outputs, by warps of its own. `kinds` of targets that have it. `by_rows`: names of
+    on with these and the outputs, by warps of its own. `held`: what a prediction finds in scratch, by the
+    arrays of the arguments. `kinds` of targets that have it. `by_rows`: names of
     the tensors of whose first axis a symbolic spec says how many there are, where expressions do not."""
     name: str
     spec: type
@@ -90,6 +91,7 @@ class TileProgram:
     entry: Callable[[Any], str] | None = None
     scratch: Callable[[Any, Blocks], Mapping[str, tuple[int, ...]]] = lambda spec, blocks: {}
     following: TileProgram | None = None
+    held: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] = lambda spec, given: {}
     kinds: tuple[str, ...] = ("gpu", "cpu")
     by_rows: tuple[str, ...] = ()
 
@@ -123,10 +125,14 @@ class TileProgram:
         launches = self.launches(spec, blocks)
         kernels, between = tuple(build_one(*each) for each in launches), launches[0][1].tensors[0]
         if found := self.scratch(spec, blocks):
-            given = (Scratch(dtypes.int32, prod(shape)) for shape in found.values())
+            given = (Scratch(dtypes.int32, prod(shape), held=self._find_held(spec, name))
+                     for name, shape in found.items())
             return ProgramsInTurn(kernels, tuple(given))
         if len(kernels) == 1: return kernels[0]
         return Chain(kernels[0], kernels[1], Scratch(between.dtype, between.numel))
+
+    def _find_held(self, spec: Any, name: str) -> Callable[[Mapping[str, Any]], Any]:
+        return lambda arrays: self.held(spec, arrays).get(name)
 
 
 @functools.lru_cache(256)

@@ -35,11 +35,9 @@ FOLDERS = {"gpu": "tile", "cpu": "cpu"}
 ONLY_GPU = ("scaled_gemm", "sparse_gemm", "all_reduce")
 # programs of the tile language, one for GPUs and CPUs
 PROGRAMS = ("norm", "rope", "column_sum", "cross_entropy", "optimizer", "router", "group_norm",
-            "kv_append", "linear_attention", "causal_conv", "selective_scan")
-ON_CPU = ("embedding",)     # programs on CPUs alone: a GPU has other templates, too
+            "kv_append", "embedding", "linear_attention", "causal_conv", "selective_scan")
 TABLE = Table({name: family for family, names in SPECS.items() for name in names.split()},
               {(kind, family): f"tinygrad_nv.tile.{family}.program"
-               if family in PROGRAMS or (kind == "cpu" and family in ON_CPU) else
-               f"tinygrad_nv.{folder}.{family}"
+               if family in PROGRAMS else f"tinygrad_nv.{folder}.{family}"
                for kind, folder in FOLDERS.items() for family in SPECS
                if kind == "gpu" or family not in ONLY_GPU})

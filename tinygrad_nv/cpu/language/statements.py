@@ -272,6 +272,16 @@ class Statements(LoopEmitter):
             self.line(f"{name}({target.at(places[:-1], places[-1])}, {shape[axis]}, {target.strides[axis]});")
         self.forms[op.result] = target
 
+    def do_rank(self, op: Op) -> None:
+        source, bins = self.view(op.operands[0]), op.attributes["bins"]
+        ranks, counts = (self.allocate(each.dtype, each.shape) for each in op.results)
+        with self.outer_loops(counts.shape) as (place,): self.line(f"*({counts.at((), place)}) = 0;")
+        with self.outer_loops(ranks.shape) as (place,):
+            number, rank, known = f"*({source.at((), place)})", f"*({ranks.at((), place)})", self.name("n")
+            self.line(f"const u32 {known} = (u32){number}; {rank} = 0;")
+            self.line(f"if ({known} < {bins}u) {rank} = (*({counts.at((), f'(s64){known}')}))++;")
+        self.forms.update(zip(op.results, (ranks, counts), strict=True))
+
     def _sort_function(self, kind: str, down: bool) -> None:
         """Shell's sort with Ciura's gaps, of elements in the format of memory."""
         element, number = C_TYPES[kind], "float" if kind in ("f32", "bf16", "f16", "e4m3", "e5m2") else "s64"

@@ -25,7 +25,8 @@ def reference(spec: EmbeddingSpec, given: Given, exact: bool = False) -> tuple[T
     _, *inputs = arguments(spec)
     x = {each.name: gather(given[each.name], each.places[0]) for each in inputs}
     if not isinstance(spec, EmbeddingGradientSpec): return x["weight"][x["tokens"]].reshape(-1, spec.width),
-    sums = gradient(spec.rows, x["tokens"], x["grad"].cast(compute_dtype(dtypes.float32, exact)).contiguous())
+    grad = x["grad"].cast(compute_dtype(dtypes.float32, exact)).contiguous()
+    sums = gradient(spec.rows, x["tokens"].reshape(-1), grad)
     return sums if exact else round_to(sums, spec.dtype),
 
 

@@ -134,6 +134,12 @@ class _Run:
         made = np.sort(x, axis=op.attributes["axis"])
         return np.flip(made, op.attributes["axis"]) if op.attributes["descending"] else made
 
+    def do_rank(self, op: Op, x: Any) -> list[Any]:
+        ranks, counts = np.zeros(op.results[0].shape, np.int32), np.zeros(op.attributes["bins"], np.int32)
+        for i, number in enumerate(x):
+            if 0 <= number < len(counts): ranks[i], counts[number] = counts[number], counts[number] + 1
+        return [ranks, counts]
+
     def do_dot(self, op: Op, a: Any, b: Any, acc: Any) -> Any:
         kind = np.float64 if dtypes.is_float(op.result.dtype) else np.int64
         with np.errstate(all="ignore"): return self.to(acc + np.asarray(a, kind) @ np.asarray(b, kind),

@@ -22,6 +22,8 @@ arguments and yields carry what changes. Operations, with operands → results a
     gather       x i    → tile                      [axis]: x taken at i along an axis; i has the result's
                                                     shape
     sort         x      → tile                      [axis, descending]
+    rank         x      → s32 (n), s32 (bins)       [bins]: elements ahead of each that are the same number of
+                                                    0 … bins - 1, 0 of another; how many are each number
     dot          a b c  → tile                      [tf32]: c + a @ b; (m, k), (k, n), (m, n)
     load_block   i …    → tile                      [tensor, sizes, other]: i the first element of each axis
     store_block  i … v                              [tensor, sizes]

@@ -20,7 +20,7 @@ _MODULES = {
                  "sqrt", "rsqrt", "reciprocal", "sin", "cos", "sigmoid", "tanh", "erf", "silu", "relu",
                  "gelu", "floor", "ceil", "bitcast", "mul_high", "fma", "cdiv", "INF"),
     "reductions": ("prod", "mean", "argmax", "argmin", "reduce", "scan", "cumsum", "cumprod", "cummax",
-                   "gather", "sort", "histogram", "softmax"),
+                   "gather", "sort", "ranks", "histogram", "softmax"),
     "linear": ("dot", "dot_dequant_i8", "load_qint8"),
     "attention": ("row_index", "col_index", "mask_causal", "softmax_online", "softmax_accumulate",
                   "dropout_in_kernel"),

@@ -216,6 +216,18 @@ def histogram(x: Tile, bins: int) -> Tile:
     return sum_(cast(flat[None, :] == arange(bins)[:, None], dtypes.int32), 1)
 
 
+def ranks(x: Tile, bins: int) -> tuple[Tile, Tile]:
+    """How many elements ahead of each one are the same number of 0, 1, … bins - 1, 0 of another number; and
+    how many are each of these: int32 (n) and (bins). They are a counting sort's."""
+    if _tile(x).ndim != 1 or x.dtype != dtypes.int32:
+        fail(f"the ranks of {describe(x)}", "a tile of int32 with one axis",
+             "reshape it: tile.reshape(x, n); cast it: tile.cast(x, int32)")
+    if isinstance(bins, Tile) or int(bins) < 1: fail(f"bins={describe(bins)}", "a positive constant")
+    kinds = [x.value.type, TileType(dtypes.int32, (int(bins),))]
+    rank, counts = map(Tile, current().emit("rank", [x.value], kinds, {"bins": int(bins)}))
+    return rank, counts
+
+
 def softmax(x: Tile, axis: int = -1) -> Tile:
     """exp(x - max) / sum along an axis, in float32."""
     wide = cast(x, dtypes.float32)

@@ -22,6 +22,14 @@ def local_histogram(x: KTile["n", int32], counts: OTile["bins", int32], *, bins:
     tile.atomic_add(counts, local, tile.block(0, bins))
 
 
+@kernel(grid=lambda n: (1,))
+def counting_sort(x: KTile["n", int32], order: OTile["n", int32], *, bins: int):
+    values = x[:]
+    ranks, counts = tile.ranks(values, bins)
+    begins = tile.cumsum(counts) - counts
+    order[tile.gather(begins, values) + ranks] = tile.arange(x.shape[0])
+
+
 @kernel(grid=lambda tokens: (tokens,))
 def embedding(ids: KTile["tokens", int32], table: KTile["V", "D", bf16], out: OTile["tokens", "D", bf16]):
     token = tile.program_id(0)
@@ -208,6 +216,8 @@ PROGRAMS = [
          lambda x: np.bincount(x, minlength=256).astype(np.int32)),
     Case("local_histogram-250", call(local_histogram, bins=10), (integers(0, 10, 250),),
          lambda x: np.bincount(x, minlength=10).astype(np.int32)),
+    *(Case(f"counting_sort-{size}-{bins}", call(counting_sort, bins=bins), (integers(0, bins, size),),
+           lambda x: np.argsort(x, kind="stable").astype(np.int32)) for size, bins in ((500, 7), (13, 40))),
     Case("embedding-19", call(embedding), (integers(0, 11, 19), normal(11, 20, dtype=bf16)), lambda i,
          t: t[i]),
     Case("embedding_gradient-19", call(embedding_gradient, V=11), (integers(0, 11, 19), normal(19, 20)),

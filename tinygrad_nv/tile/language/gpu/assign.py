@@ -28,6 +28,7 @@ from tinygrad_nv.tile.language.gpu.layout import (
     columns_layout,
     extents,
     keeps_order,
+    ranks_layout,
     transpose_bits,
 )
 from tinygrad_nv.tile.language.ir import Op, Program, Region, TileType, Value
@@ -43,12 +44,13 @@ MOST_SCANNED = 64       # elements of a column that one thread adds up
 class _Class:
     """Values of one layout: the largest access to memory, dots that add to them, and other classes that
     follow this one, with the bits that they lack or where bits go; the axis of a scan that threads go
-    through."""
+    through; whether its numbers are ranked."""
     type: TileType
     bytes: int = 0
     vector: int = 0
     contiguous: int = -1
     scanned: tuple[tuple[int, ...], int] | None = None
+    ranked: bool = False
     dots: list[Op] = field(default_factory=list)
     narrow: list[tuple[Value, tuple[int, ...]]] = field(default_factory=list)
     same: list[tuple[Value, Mapping[int, int]]] = field(default_factory=list)
@@ -149,6 +151,7 @@ class Assignment:
                     self._class(wide).narrow += [(each, gone) for each in op.results]
             elif op.name == "scan" and is_by_threads(op):
                 self._class(op.results[0]).scanned = op.results[0].shape, op.attributes["axis"]
+            elif op.name == "rank": self._class(op.results[0]).ranked = True
             elif op.name in ("halves", "interleave"):
                 for each in op.operands:
                     if each not in self.free: self._class(op.result).narrow.append((each, (0,)))
@@ -202,6 +205,7 @@ class Assignment:
         return value in self.makers and source_of(value, self.makers)[0] in self.staged
 
     def _own(self, of: _Class) -> Layout:
+        if of.ranked: return ranks_layout(of.type.shape, self.thread_bits)
         if of.scanned is not None: return columns_layout(*of.scanned, self.thread_bits)
         for value, gone in of.narrow:
             known = None if value in self.free else self._class(value).layout
@@ -294,6 +298,7 @@ def _groups(op: Op) -> list[Sequence[Value]]:
     if op.name == "reshape" and keeps_order(op.operands[0].shape, op.result.shape):
         return [(op.operands[0], op.result)]
     if op.name == "reduce": return [op.operands, op.results]
+    if op.name == "rank": return [(op.operands[0], op.results[0])]
     if op.name == "gather": return [(op.operands[1], op.result)]
     if op.name == "dot": return [(op.operands[2], op.result)]
     if op.name == "if":

@@ -214,6 +214,15 @@ def columns_layout(shape: Sequence[int], axis: int, thread_bits: int) -> Layout:
     return Layout((*own, *rest), (*threads, *[NONE] * (thread_bits - len(threads))))
 
 
+def ranks_layout(shape: Sequence[int], thread_bits: int) -> Layout:
+    """Parts of an axis of warps; of each register elements side by side in lanes."""
+    every = list(range(extents(tuple(shape)).bits))
+    lanes, rest = every[:LANE_BITS], every[LANE_BITS:]
+    first = max(len(rest) - (thread_bits - LANE_BITS), 0)
+    threads = (*lanes, *[NONE] * (LANE_BITS - len(lanes)), *rest[first:])
+    return Layout(tuple(rest[:first]), (*threads, *[NONE] * (thread_bits - len(threads))))
+
+
 def accumulator(shape: Sequence[int], warps_m: int, warps_n: int, grouped: bool = False) -> Layout:
     """The accumulator of m16n8 products of a tile (m, n), m and n at least 16: warps 16 rows apart, and 16
     columns. With warps along m alone it is that of wgmma, too, and the left operand of 16 bits. `grouped`: of

@@ -17,7 +17,7 @@ from tinygrad_nv.ptx.builder import Value as Register
 from tinygrad_nv.tile.lanes import Lanes
 from tinygrad_nv.tile.language.gpu import elements
 from tinygrad_nv.tile.language.gpu.access import fetch
-from tinygrad_nv.tile.language.gpu.collective import Collective, Elements, neutral
+from tinygrad_nv.tile.language.gpu.collective import Elements, neutral
 from tinygrad_nv.tile.language.gpu.convert import SharedOrder, address, pair_parts, spill
 from tinygrad_nv.tile.language.gpu.held import Held, Part, from_words, words
 from tinygrad_nv.tile.language.gpu.layout import (
@@ -29,11 +29,12 @@ from tinygrad_nv.tile.language.gpu.layout import (
     axes_with_padding,
     extents,
 )
+from tinygrad_nv.tile.language.gpu.ranks import Ranks
 from tinygrad_nv.tile.language.gpu.swaps import FULL, SEGMENT, exchange_parts
 from tinygrad_nv.tile.language.ir import Op
 
 
-class Sorting(Collective):
+class Sorting(Ranks):
     """Sorts and gathers."""
 
     def do_sort(self, op: Op) -> None:
