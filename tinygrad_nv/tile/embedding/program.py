@@ -295,8 +295,8 @@ def segments(spec: EmbeddingGradientSpec) -> int:
     return spec.tokens.count // SEGMENT
 
 
-def sorted_lists(spec: EmbeddingGradientSpec, blocks: Blocks) -> dict[str, tuple[int, ...]]:
-    """What the launches of a gradient leave to each other."""
+def order_lists(spec: EmbeddingGradientSpec, blocks: Blocks) -> dict[str, tuple[int, ...]]:
+    """The scratch in which launches of a gradient leave results to each other."""
     return {"offsets": (spec.rows + 1,), "order": (spec.tokens.count,),
             "partials": (max(1, segments(spec)), spec.width)}
 
@@ -341,10 +341,10 @@ def problems(spec: EmbeddingSpec, kind: str) -> list[str]:
 
 
 ADD_ROWS = TileProgram("embedding_rows", EmbeddingGradientSpec, add_rows, adding_grid, adding_cut,
-                       lambda spec: spec.rows * spec.width, scratch=sorted_lists,
+                       lambda spec: spec.rows * spec.width, scratch=order_lists,
                        steps=lambda spec, blocks: [(spec, adding_blocks(spec))])
 ADD_SEGMENTS = TileProgram("embedding_segments", EmbeddingGradientSpec, add_segments, segment_grid,
-                           adding_cut, lambda spec: segments(spec) * spec.width, scratch=sorted_lists,
+                           adding_cut, lambda spec: segments(spec) * spec.width, scratch=order_lists,
                            following=ADD_ROWS,
                            steps=lambda spec, blocks: [(spec, adding_blocks(spec))] * (segments(spec) > 0))
 PROGRAMS = (TileProgram("embedding", EmbeddingSpec, embedding, grid, cut,
@@ -355,6 +355,6 @@ PROGRAMS = (TileProgram("embedding", EmbeddingSpec, embedding, grid, cut,
                         lambda spec: spec.rows * spec.width, gradient_problems, fixed=True,
                         scratch=lists, kinds=("cpu",)),
             TileProgram("embedding_gradient", EmbeddingGradientSpec, sort, sort_grid, sort_cut,
-                        lambda spec: spec.tokens.count, gradient_problems, fixed=True, scratch=sorted_lists,
+                        lambda spec: spec.tokens.count, gradient_problems, fixed=True, scratch=order_lists,
                         held=sort_storage, entry=lambda spec: "embedding_sort", kinds=("gpu",),
                         following=ADD_SEGMENTS))

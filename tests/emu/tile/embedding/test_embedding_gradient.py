@@ -62,7 +62,7 @@ def one_by_one(rows: Any) -> np.ndarray:
 
 # **** the kernels alone ****
 
-def built(spec: EmbeddingGradientSpec, arch: str) -> ProgramsInTurn:
+def build(spec: EmbeddingGradientSpec, arch: str) -> ProgramsInTurn:
     """The kernels of the schedule that is chosen."""
     target = GPU(arch)
     return TABLE.build(spec, TABLE.choose(spec, target), target)
@@ -72,7 +72,7 @@ def launched(spec: EmbeddingGradientSpec, numbers: np.ndarray, grad: np.ndarray,
              spoilt: tuple[str, str] = ("", "")) -> np.ndarray:
     """The gradient as bits, of numbers of rows [T] and bits of `grad` [T, H]; nothing may be found, and
     nothing beside the results written."""
-    made, emu = built(spec, arch), Emulator(arch, seed=seed)
+    made, emu = build(spec, arch), Emulator(arch, seed=seed)
     lies = spec.tokens
     storage = np.full(lies.offset + 1 + sum((e - 1) * s for e, s in zip(lies.extents, lies.strides,
                                                                      strict=True)), 1 << 30,
@@ -157,7 +157,7 @@ def test_int64_beyond_32_bits():
 
 def test_several_tiles_and_places_of_tokens():
     """Rows of many CTAs; tokens that lie apart, by rows and transposed."""
-    sort = built(EmbeddingGradientSpec(9000, 8, F32, Tokens(S32, (700,), (1,))), "sm_80").kernels[0]
+    sort = build(EmbeddingGradientSpec(9000, 8, F32, Tokens(S32, (700,), (1,))), "sm_80").kernels[0]
     assert sort.grid[0] > 90
     checked(drawn(700, 9000), 9000, 8)
     checked(drawn(60, 40), 40, 8, tokens=Tokens(S32, (12, 5), (7, 1), 2))
@@ -209,7 +209,7 @@ def test_a_row_has_the_same_bits_beside_any_others():
                          ids=str)
 def test_what_it_takes(arch: str, rows: int, width: int, dtype: DType):
     spec = EmbeddingGradientSpec(rows, width, dtype, Tokens(S32, (8192,), (1,)))
-    made = built(spec, arch)
+    made = build(spec, arch)
     assert len(made.kernels) == 3
     for each, registers in zip(made.kernels, (128, 64, 64), strict=True):
         found = assemble(each.ptx, arch).kernels[each.name]
@@ -221,7 +221,7 @@ def test_what_it_takes(arch: str, rows: int, width: int, dtype: DType):
 
 def test_few_tokens_have_no_segments():
     spec = EmbeddingGradientSpec(9, 4, F32, Tokens(S32, (SEGMENT - 1,), (1,)))
-    made = built(spec, "sm_80")
+    made = build(spec, "sm_80")
     assert [each.name for each in made.kernels] == ["embedding_sort", "embedding_rows"]
 
 

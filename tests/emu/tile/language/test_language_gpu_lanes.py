@@ -156,33 +156,34 @@ def test_a_loop_that_is_compiled_once(unroll: bool) -> None:
     checked(made, NARROW)
 
 
-def ranked(x, o, c, *, bins):
+def rank(x, o, c, *, bins):
     ranks, counts = tile.ranks(x[:], bins)
     o[:, :], c[:] = ranks[None, :] + tile.arange(4)[:, None], counts
 
 
 @pytest.mark.parametrize("warps", [1, 4, 16])
-@pytest.mark.parametrize(("size", "bins"), [(1000, 17), (20, 5), (12, 3), (1, 1), (32, 300), (300, 1), (900, 600)])
+@pytest.mark.parametrize(("size", "bins"), [(1000, 17), (20, 5), (12, 3), (1, 1), (32, 300), (300, 1),
+                                            (900, 600)])
 def test_ranks_among_equal_numbers(size: int, bins: int, warps: int) -> None:
     """Lanes and warps that hold copies count nothing twice; numbers of no bin have rank 0."""
     tensors = [ref("o", S32, 4, size, out=True), ref("c", S32, bins, out=True), ref("x", S32, size)]
-    made = program(ranked, tensors, more={"bins": bins})
+    made = program(rank, tensors, more={"bins": bins})
     numbers = np.random.default_rng(0).integers(-2, bins + 2, size, np.int32)
-    numbers[::7] = np.resize([bins - 1, np.iinfo(np.int32).min, np.iinfo(np.int32).max], len(numbers[::7]))
+    numbers[::7] = np.resize([bins - 1, -1 << 31, (1 << 31) - 1], len(numbers[::7]))
     checked(made, TileSchedule(warps=warps), x=numbers)
 
 
-def counted_alone(x, o, p):
+def count_alone(x, o, p):
     o[:] = tile.ranks(x[:], 100)[1] + tile.ranks(x[:] + 1, 100)[1]
     p[:] = tile.gather(x[:], 499 - tile.arange(500), 0)
 
 
 def test_ranks_that_nothing_reads_are_not_made() -> None:
     """What comes behind does not write where counts are still read."""
-    made = program(counted_alone, [ref("o", S32, 100, out=True), ref("p", S32, 500, out=True),
+    made = program(count_alone, [ref("o", S32, 100, out=True), ref("p", S32, 500, out=True),
                                    ref("x", S32, 500)])
     checked(made, TileSchedule(warps=4), x=np.random.default_rng(0).integers(0, 100, 500, np.int32))
-    both = program(ranked, [ref("o", S32, 4, 500, out=True), ref("c", S32, 100, out=True),
+    both = program(rank, [ref("o", S32, 4, 500, out=True), ref("c", S32, 100, out=True),
                             ref("x", S32, 500)], more={"bins": 100})
     least, most = (text(each, NARROW).count("ld.shared") for each in (made, both))
     assert least < 2 * most
