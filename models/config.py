@@ -185,10 +185,10 @@ class ModelConfig:
         """Elements of a token's queries, keys and values in one layer."""
         if self.latent is None:
             made = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim + self._attention_gates
-            return max([made, *(each.width for each in self.mixers if each is not None)])
-        # queries, absorbed ones and what is weighted; the cache's vector
-        each = self.latent.head + self.latent.width + self.latent.rank
-        return self.num_heads * each + self.latent.width
+        else:   # queries, absorbed ones and what is weighted; the cache's vector
+            each = self.latent.head + self.latent.width + self.latent.rank
+            made = self.num_heads * each + self.latent.width
+        return max([made, *(each.width for each in self.mixers if each is not None)])
 
     @property
     def _attention_gates(self) -> int:

@@ -116,6 +116,8 @@ def _attention(c: ModelConfig, hidden: Extent) -> Shapes:
             hidden, ("num_attention_heads × v_head_dim", c.num_heads * latent.value)),
             "self_attn.kv_a_proj_with_mqa.weight": (("kv_lora_rank + qk_rope_head_dim", latent.width),
                                                     hidden)}
+        if latent.gated:
+            made["self_attn.g_proj.weight"] = ("num_attention_heads", c.num_heads), hidden
         if not latent.q_rank: return {**made, "self_attn.q_proj.weight": (query, hidden)}
         return {**made, "self_attn.q_a_proj.weight": (q_rank, hidden),
                 "self_attn.q_b_proj.weight": (query, q_rank)}

@@ -43,10 +43,9 @@ class LatentAttention:
 
         def norm(width: int) -> RMSNorm:
             return RMSNorm.of(width, replace(config, norm_eps=NORM_EPS), dtype, device)
-        rope, scale = config.rope_indices[index], config.attention_scale
-        assert rope is not None
-        assert scale is not None
-        self.latent, self.heads, self.rope, self.scale = latent, config.num_heads, rope, scale
+        assert config.attention_scale is not None
+        self.latent, self.heads, self.scale = latent, config.num_heads, config.attention_scale
+        self.rope = config.rope_indices[index]
         hidden, rank, q_rank = config.hidden_size, latent.rank, latent.q_rank
         self.q_a = linear(hidden, q_rank, latent.bias) if q_rank else None
         self.q_norm = norm(q_rank) if q_rank else None
@@ -55,6 +54,7 @@ class LatentAttention:
         self.kv_norm = norm(rank)
         # of each head the rows of keys, then those of values
         self.kv_b = linear(rank, self.heads * (latent.nope + latent.value))
+        self.gate = linear(hidden, self.heads) if latent.gated else None
         self.output = linear(self.heads * latent.value, hidden, config.output_bias)
 
     @property
@@ -64,6 +64,7 @@ class LatentAttention:
         made = [(self.q, q), (self.kv_a, "kv_a_proj_with_mqa"), (self.kv_b, "kv_b_proj"),
                 (self.output, "o_proj")]
         if self.q_a is not None: made.insert(0, (self.q_a, "q_a_proj"))
+        if self.gate is not None: made.append((self.gate, "g_proj"))
         return [(each, (f"self_attn.{name}",), (int(each.weight.shape[0]),)) for each, name in made]
 
     @property
@@ -106,18 +107,25 @@ class LatentAttention:
         moved = nope.reshape(B * T, self.heads, c.nope).transpose(0, 1) @ self.matrices()[0]
         return rope.cat(moved.transpose(0, 1).reshape(B, T, self.heads, c.rank), dim=-1).contiguous()
 
-    def project_out(self, out: Tensor) -> Tensor:
-        """The layer's result of weighted latents (B, T, H, rank)."""
+    def project_out(self, x: Tensor, out: Tensor) -> Tensor:
+        """The layer's result of weighted latents (B, T, H, rank) of tokens x."""
         B, T = out.shape[:2]
         each = out.reshape(B * T, self.heads, self.latent.rank).transpose(0, 1)
         values = (each @ self.matrices()[1].transpose(1, 2)).transpose(0, 1)
-        return self.output(values.reshape(B, T, self.heads * self.latent.value).contiguous())
+        return self.join(x, values.reshape(B, T, self.heads, self.latent.value))
+
+    def join(self, x: Tensor, values: Tensor) -> Tensor:
+        """The layer's result of values (B, T, H, value) of tokens x, with their gates."""
+        if self.gate is not None:
+            values = values * self.gate(x).float().sigmoid().cast(values.dtype).unsqueeze(-1)
+        return self.output(values.reshape(*x.shape[:2], -1).contiguous())
 
     # **** with a cache ****
 
     def append(self, keys: Tensor, new: Tensor, q: Tensor, table: Tensor | None, lengths: Tensor,
-                 rope: RopeTables) -> tuple[Tensor, Tensor]:
-        """`kv_append` of vectors (B, T, 1, width): the cache, and q, rotated both."""
+                 rope: RopeTables | None) -> tuple[Tensor, Tensor]:
+        """`kv_append` of vectors (B, T, 1, width): the cache, and q, rotated both if there is a rope."""
+        if rope is None: return F.kv_append(keys, None, new, None, table, lengths)[0], q
         keys, q = F.kv_append(keys, None, new, None, table, lengths, cos=rope[0], sin=rope[1], q=q,
                             interleaved=self.latent.interleaved, rounded=True)
         return keys, q
@@ -125,7 +133,7 @@ class LatentAttention:
     def attend_paged(self, x: Tensor, batch: PagedBatch, pages: LayerPages) -> Tensor:
         """Weighted latents (1, T, H, rank) of tokens x (1, T, hidden), which are appended to the pages."""
         q, vectors = self.absorb(self.queries(x)), self.vectors(x)
-        keys, rope = Tensor(pages.keys.uop), batch.ropes[self.rope]
+        keys, rope = Tensor(pages.keys.uop), None if self.rope is None else batch.ropes[self.rope]
         queries, first = [], 0
         for group in batch.groups:
             end, each = first + group.num_tokens, group.tokens_per_sequence
@@ -149,11 +157,11 @@ class LatentAttention:
         q, new = self.absorb(self.queries(x)), self.vectors(x)
         if batch.lengths is not None and takes_kv_append(x):
             # a new Tensor over the same storage, so that reads depend on the append
-            cache, q = self.append(Tensor(cache.uop), new, q, None, batch.lengths, batch.ropes[self.rope])
+            rope = None if self.rope is None else batch.ropes[self.rope]
+            cache, q = self.append(Tensor(cache.uop), new, q, None, batch.lengths, rope)
             q = q.transpose(1, 2)
         else:
-            cos, sin = batch.rope_rows(self.rope, x.shape[1])
-            q, new = (self.rotate_first(each.transpose(1, 2), cos, sin) for each in (q, new))
+            q, new = (self.rotate_first(each.transpose(1, 2), batch) for each in (q, new))
             cache = Tensor(cache.uop.after(cache[:, :, start:end].uop.store(new.uop)))
         keys = cache[:, :, :end]
         return self.attend(q.contiguous(), keys, keys[..., c.rope:], start, True)
@@ -163,19 +171,21 @@ class LatentAttention:
     def expand(self, x: Tensor, batch: DenseBatch) -> tuple[Tensor, Tensor, Tensor]:
         """q, k (B, H, T, nope + rope), rotated, and v (B, H, T, value)."""
         (B, T, _), c = x.shape, self.latent
-        cos, sin = batch.rope_rows(self.rope, T)
         nope, rope = self.queries(x).transpose(1, 2).split([c.nope, c.rope], dim=-1)
         shared, latent = self.latents(x)
         both = self.kv_b(latent).contiguous().reshape(B, T, self.heads, c.nope + c.value).transpose(1, 2)
         k, v = both.split([c.nope, c.value], dim=-1)
         # contiguous: fused with `cat`, clang calls a function for bfloat16 that tinygrad does not link
-        shared = self.rotate_first(shared.unsqueeze(1), cos, sin).expand(B, self.heads, T,
-                                                                         c.rope).contiguous()
-        q = nope.cat(self.rotate_first(rope, cos, sin).contiguous(), dim=-1)
+        shared = self.rotate_first(shared.unsqueeze(1), batch)
+        shared = shared.expand(B, self.heads, T, c.rope).contiguous()
+        q = nope.cat(self.rotate_first(rope, batch).contiguous(), dim=-1)
         return q.contiguous(), k.cat(shared, dim=-1).contiguous(), v.contiguous()
 
-    def rotate_first(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The first elements of x (B, H, T, D) turned by the angles of T positions."""
+    def rotate_first(self, x: Tensor, batch: DenseBatch) -> Tensor:
+        """The first elements of x (B, H, T, D) turned by the angles of a batch's positions; x without a
+        rope."""
+        if self.rope is None: return x
+        cos, sin = batch.rope_rows(self.rope, x.shape[2])
         if not self.latent.interleaved: return rotate(x, cos, sin)
         turning, rest = x[..., :self.latent.rope], x[..., self.latent.rope:]
         pairs = turning.reshape(*x.shape[:-1], -1, 2)
@@ -202,10 +212,10 @@ class LatentAttention:
         assert not isinstance(batch, PackedBatch), "refused by embedding_model.py"
         if isinstance(batch, PagedBatch):
             assert isinstance(cache, LayerPages)
-            return self.project_out(self.attend_paged(x, batch, cache))
+            return self.project_out(x, self.attend_paged(x, batch, cache))
         if cache is not None:
             assert isinstance(cache, tuple)
-            return self.project_out(self.dense(x, batch, cache[0]))
+            return self.project_out(x, self.dense(x, batch, cache[0]))
         q, k, v = self.expand(x, batch)
         documents = batch.documents
         if not takes_matmuls(q, False):
@@ -214,4 +224,4 @@ class LatentAttention:
         elif documents is not None:
             out = F.document_attention(q, k, v, *documents.bounds(), scale=self.scale).transpose(1, 2)
         else: out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale).transpose(1, 2)
-        return self.output(out.reshape(*x.shape[:2], self.heads * self.latent.value).contiguous())
+        return self.join(x, out)

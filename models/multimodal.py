@@ -5,7 +5,7 @@ of other models prompts with them are refused elsewhere.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from tinygrad_nv.errors import ModelError, brief
@@ -75,14 +75,19 @@ def _of_qwen_vl(text: Any) -> Any:
     return made
 
 
-def language_entries(entries: dict[str, T]) -> dict[str, T]:
-    """The language model's tensors by the names they have in a causal language model without other parts."""
+def language_entries(entries: dict[str, T], spell: Callable[[str], str] = str) -> dict[str, T]:
+    """The language model's tensors by the names they have in a causal language model without other parts, by
+    `spell` those of its family."""
+    return {spell(name): entry for name, entry in _without_other_parts(entries).items()}
+
+
+def _without_other_parts(entries: dict[str, T]) -> dict[str, T]:
     if "embed_tokens.weight" in entries:    # of a model without its head, as embedding models are saved
         return {name if name == "lm_head.weight" else f"model.{name}": entry
                 for name, entry in entries.items()}
-    if (found := "model.embeddings.weight") in entries:     # of Nemotron-H's network
-        return {"model.embed_tokens.weight" if name == found else name: entry
-                for name, entry in entries.items()}
+    for found in ("model.embeddings.weight", "model.word_embeddings.weight"):   # of Nemotron-H, and of Ling
+        if found in entries: return {"model.embed_tokens.weight" if name == found else name: entry
+                                     for name, entry in entries.items()}
     if not BACKBONE.keys().isdisjoint(entries):
         return {BACKBONE.get(name, name.replace("backbone.", "model.", 1)): entry
                 for name, entry in entries.items()}

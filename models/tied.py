@@ -31,7 +31,8 @@ CHUNK = 8 << 20     # bytes that are compared at a time
 
 def load_config(directory: Path) -> ModelConfig:
     """See above. Raises `ModelError`, `WeightError`."""
-    config, entries = read_config(directory), language_entries(open_checkpoint(directory).entries)
+    config = read_config(directory)
+    entries = language_entries(open_checkpoint(directory).entries, config.names.spell)
     require_sizes(decoder_sizes(replace(config, tied=True)), entries, directory)
     own = config.tied and _is_own_head(directory, entries)
     return replace(config, tied=False) if own else config

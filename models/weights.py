@@ -242,8 +242,7 @@ def open_for(model: Llama, directory: Path, headless: bool = False) -> Opened:
     `WeightError`, `ModelError`."""
     checkpoint, parallel = open_checkpoint(directory), model.parallel
     config, file = model.config if parallel is None else parallel.whole, str(directory / "config.json")
-    found = {config.names.spell(name): entry for name, entry in language_entries(checkpoint.entries).items()}
-    entries = _without_draft_layers(config, found)
+    entries = _without_draft_layers(config, language_entries(checkpoint.entries, config.names.spell))
     if config.tied and EMBEDDING not in entries and HEAD in entries: entries[EMBEDDING] = entries.pop(HEAD)
     if headless: entries = {name: each for name, each in entries.items() if not name.startswith("score.")}
     require_sizes(decoder_sizes(config), entries, directory)

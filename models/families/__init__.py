@@ -24,6 +24,7 @@ PLACES = {
     "MiniMaxM2ForCausalLM": "minimax_m2.FAMILY", "Qwen3NextForCausalLM": "qwen3_next.FAMILY",
     "Qwen3_5ForCausalLM": "qwen3_next.QWEN3_5", "Qwen3_5MoeForCausalLM": "qwen3_next.QWEN3_5_MOE",
     "OlmoHybridForCausalLM": "olmo_hybrid.FAMILY",
+    "KimiLinearForCausalLM": "kimi_linear.KIMI", "BailingHybridForCausalLM": "kimi_linear.LING",
     "MambaForCausalLM": "mamba.MAMBA", "FalconMambaForCausalLM": "mamba.FALCON_MAMBA",
     "JambaForCausalLM": "mamba.JAMBA",
     "BambaForCausalLM": "mamba2.BAMBA", "Mamba2ForCausalLM": "mamba2.MAMBA2",

@@ -4,6 +4,7 @@
   sequences.py     the sequences of a step and their states, whatever the batch is
   short_conv.py    gated short convolutions (LFM2)
   gated_delta.py   the gated delta rule (Qwen3-Next, OLMo Hybrid)
+  channel_delta.py the delta rule with decays of channels (Kimi Linear, Ling 3)
   mamba.py         Mamba's selective scans (Mamba, Falcon Mamba, Jamba)
   mamba2.py        Mamba-2's state spaces (Bamba, Granite 4, Nemotron-H)
   beside.py        attention and a mixer in one layer (Falcon-H1)
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from .config import (
     BesideConfig,
+    ChannelDeltaConfig,
     GatedDeltaConfig,
     Mamba2Config,
     MambaConfig,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 def make_mixer(config: ModelConfig, own: MixerConfig, index: int, dtype: DType, device: str | None) -> Mixer:
     """The mixer of layer `index`, whose parameters are allocated and not set."""
     from .beside import Beside
+    from .channel_delta import ChannelDelta
     from .gated_delta import GatedDelta
     from .mamba import Mamba
     from .mamba2 import Mamba2
@@ -41,6 +44,7 @@ def make_mixer(config: ModelConfig, own: MixerConfig, index: int, dtype: DType, 
     if isinstance(own, BesideConfig):
         return Beside(config, own, make_mixer(config, own.mixer, index, dtype, device), index, dtype, device)
     if isinstance(own, MambaConfig): return Mamba(config, own, dtype, device)
+    if isinstance(own, ChannelDeltaConfig): return ChannelDelta(config, own, dtype, device)
     if isinstance(own, Mamba2Config): return Mamba2(config, own, dtype, device)
     assert isinstance(own, GatedDeltaConfig)
     return GatedDelta(config, own, dtype, device)

@@ -144,6 +144,51 @@ class GatedDeltaConfig:
 
 
 @dataclass(frozen=True)
+class ChannelDeltaConfig:
+    """Kimi Delta Attention (arXiv 2510.26692): the delta rule with a decay for each of the `size` channels of
+    a key, of `heads` heads. Decays and gates are computed of as many elements as a head has if they are
+    `narrow`, else at once. Decays are above `least`, of sigmoids, where it is a number. `shape` is that of
+    their logarithms in a checkpoint."""
+    heads: int
+    size: int
+    taps: int
+    narrow: bool
+    least: float | None
+    shape: tuple[int, ...]
+
+    @property
+    def keys(self) -> int:
+        """Elements of a token's keys, and of its values."""
+        return self.heads * self.size
+
+    @property
+    def states(self) -> tuple[StateShape, ...]:
+        return (StateShape((self.taps - 1, 3 * self.keys)),
+                StateShape((self.heads, self.size, self.size), dtypes.float32))
+
+    @property
+    def width(self) -> int: return 13 * self.keys
+
+    def parameters(self, hidden: int) -> int:
+        """Projections, taps, decays and the norm."""
+        made = hidden * (4 * self.keys + self.heads) + 3 * self.keys * self.taps
+        made += 2 * self.size * (hidden + self.keys) if self.narrow else 2 * hidden * self.keys
+        return made + self.heads + self.keys + self.size
+
+    def sizes(self, hidden: int) -> dict[str, tuple[Extent, ...]]:
+        given, keys, size = ("hidden_size", hidden), ("heads × size", self.keys), ("size", self.size)
+        made: dict[str, tuple[Extent, ...]] = {
+            **{f"{name}_proj.weight": (keys, given) for name in "qkv"}, "b_proj.weight": (
+                ("heads", self.heads), given), "o_proj.weight": (given, keys), "o_norm.weight": (size,),
+            "dt_bias": (keys,)}
+        if self.narrow:
+            for name in "fg":
+                made |= {f"{name}_a_proj.weight": (size, given), f"{name}_b_proj.weight": (keys, size)}
+        else: made |= {f"{name}_proj.weight": (keys, given) for name in "fg"}
+        return {f"self_attn.{name}": each for name, each in made.items()}
+
+
+@dataclass(frozen=True)
 class Mamba2Config:
     """Mamba-2 (arXiv 2405.21060): `heads` of `head` elements with states of `head` x `state`; `groups` of
     heads share B and C. Time steps stay within `limits`. `bias` is that of projections, `conv_bias` that of

@@ -9,6 +9,7 @@ from tinygrad import Tensor
 from tinygrad_nv.tile.linear_attention.reference import invert
 
 SCAN_CHUNK = 8  # of a selective scan: decays of pairs are held for each element of a state
+CHANNELS = 16   # tokens that are computed together where decays of pairs are held for each channel
 CHUNK = 64      # tokens that are computed together: arXiv 2412.06464 has as many
 
 
@@ -22,10 +23,10 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tens
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, scale: float) -> Tensor:
-    """`linear_attention` of q and k (B, T, H_k, D_k), v (B, T, H, D_v), decay and beta (B, T, H): chunks of
-    tokens, by matmuls."""
-    (B, T, H, _), dtype = v.shape, v.dtype
-    size, pad = min(CHUNK, 1 << (int(T) - 1).bit_length()), 0
+    """`linear_attention` of q and k (B, T, H_k, D_k), v (B, T, H, D_v), decay (B, T, H) or (B, T, H, D_k),
+    beta (B, T, H): chunks of tokens, by matmuls but for decays of channels."""
+    (B, T, H, _), dtype, channels = v.shape, v.dtype, decay.ndim == 4
+    size, pad = min(CHANNELS if channels else CHUNK, 1 << (int(T) - 1).bit_length()), 0
     pad = -int(T) % size
 
     def cut(x: Tensor) -> Tensor:
@@ -34,24 +35,31 @@ def attend(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, 
         return x.reshape(B, -1, size, *x.shape[2:]).transpose(2, 3).transpose(1, 2)
     shared = int(H) // int(k.shape[2])
     q, k = (cut(each.repeat_interleave(shared, dim=2)) for each in (q, k))
-    q, v, summed = q * scale, cut(v), cut(decay).cumsum(-1).contiguous()
+    q, v = q * scale, cut(v)
+    summed = cut(decay if channels else decay.unsqueeze(-1)).cumsum(3).contiguous()    # (…, size, 1 or D_k)
     i, j = Tensor.arange(size).reshape(-1, 1), Tensor.arange(size).reshape(1, -1)
-    between = (i >= j).where(summed.unsqueeze(-1) - summed.unsqueeze(-2), -float("inf")).exp().contiguous()
-    before, total = summed.exp().unsqueeze(-1), summed[..., -1:]
-    left = k * (total - summed).exp().unsqueeze(-1)
+    gap = summed.unsqueeze(4) - summed.unsqueeze(3)
+    between = (i >= j).unsqueeze(-1).where(gap, -float("inf")).exp().contiguous()
+    before, total = summed.exp(), summed[..., -1:, :]
+    left = k * (total - summed).exp()
+
+    def pair(x: Tensor) -> Tensor:
+        """Products of x with keys, with the decays between."""
+        if channels: return (x.unsqueeze(4) * k.unsqueeze(3) * between).sum(-1)
+        return (x @ k.transpose(-1, -2)) * between.squeeze(-1)
     inverse = rate = None
     if beta is not None:
         rate = cut(beta).unsqueeze(-1)
-        system = (i > j).where((k @ k.transpose(-1, -2)) * between * rate, 0)
+        system = (i > j).where(pair(k) * rate, 0)
         inverse = invert(system.reshape(-1, size, size)).reshape(system.shape)
-    among = (q @ k.transpose(-1, -2)) * between
+    among = pair(q)
     state, made = Tensor.zeros(B, H, k.shape[-1], v.shape[-1], device=v.device), []
     for n in range(int(v.shape[2])):
         new = v[:, :, n]
         if inverse is not None and rate is not None:
-            new = inverse[:, :, n] @ (rate[:, :, n] * (new - before[:, :, n] * (k[:, :, n] @ state)))
-        made.append((q[:, :, n] @ state) * before[:, :, n] + among[:, :, n] @ new)
-        state = state * total[:, :, n].exp().unsqueeze(-1) + left[:, :, n].transpose(-1, -2) @ new
+            new = inverse[:, :, n] @ (rate[:, :, n] * (new - (k * before)[:, :, n] @ state))
+        made.append((q * before)[:, :, n] @ state + among[:, :, n] @ new)
+        state = state * total[:, :, n].exp().transpose(-1, -2) + left[:, :, n].transpose(-1, -2) @ new
     out = Tensor.cat(*made, dim=2)[:, :, :T]
     return out.transpose(1, 2).cast(dtype).contiguous()
 

@@ -135,7 +135,8 @@ LENIENT = {("Mistral", "kv heads are null"), ("Gemma", "kv heads are null"),
            # no layer has rope
            *((family, name) for name in FIELDS if name.startswith(("linear", "dynamic", "llama3", "yarn",
                                                                    "longrope", "proportional"))
-             for family in ("Mamba", "Mamba2", "FalconMamba", "Jamba", "NemotronH", "GraniteMoeHybrid")),
+             for family in ("Mamba", "Mamba2", "FalconMamba", "Jamba", "NemotronH", "GraniteMoeHybrid",
+                            "KimiLinear")),
            ("DeepseekV3", "head_dim")}       # qk_rope_head_dim says it
 
 
@@ -183,20 +184,26 @@ DELTA = {"head_dim": 16, "linear_key_head_dim": 4, "linear_value_head_dim": 6, "
          "linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"]}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8,
          "shared_intermediate_size": 40}
+CHANNELS = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8, "v_head_dim": 6, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+            "layer_types": DELTA["layer_types"]}
 HYBRID: dict[str, dict[str, Any]] = {
     "Lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
     "Lfm3": {"layer_types": ["conv", "full_attention"], "pad_token_id": 0},
     "Lfm2Moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "OlmoHybrid": {**DELTA, "num_key_value_heads": 4},
     "Qwen3Next": DELTA, "Qwen3_5": DELTA, "Qwen3_5Moe": DELTA,
+    "KimiLinear": {**CHANNELS, "linear_head_dim": 8, "linear_num_heads": 2},
+    "BailingHybrid": {**CHANNELS, "head_dim": 8, "layer_group_size": 2},
     "Bamba": {**MAMBA, "attn_layer_indices": [1]}, "FalconH1": {**MAMBA, "mamba_d_ssm": 64},
     "GraniteMoeHybrid": {**MAMBA, "layer_types": DELTA["layer_types"]},
     "Mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2},
     "NemotronH": {"layers_block_type": ["linear_attention", "full_attention"], "mamba_num_heads": 4,
                   "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2}}
 MIXTURES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GptOss", "Llama4", "Lfm2Moe", "Qwen3Next",
-            "Qwen3_5Moe", "GraniteMoeHybrid", "NemotronH", "MiniMaxM2", *LATENT)
-SPELLED = ("OlmoHybrid", "Lfm3")     # files have other names than modules
+            "Qwen3_5Moe", "GraniteMoeHybrid", "NemotronH", "MiniMaxM2", "KimiLinear",
+            "BailingHybrid", *LATENT)
+SPELLED = ("OlmoHybrid", "Lfm3", "KimiLinear", "BailingHybrid")     # files have other names than modules
 SIZES = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 12,
          "qk_rope_head_dim": 8, "v_head_dim": 6, "first_k_dense_replace": 1, "n_routed_experts": 4,
          "n_group": 1, "topk_group": 1}

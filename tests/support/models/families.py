@@ -17,6 +17,9 @@ LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 40, "qk_nope_head_dim": 24, 
           "v_head_dim": 20, "moe_intermediate_size": 24, "num_experts_per_tok": 3, "n_routed_experts": 12}
 DELTA = {"head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_num_key_heads": 2,
          "linear_num_value_heads": 4}
+CHANNELS = {"num_key_value_heads": 4, "kv_lora_rank": 40, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8,
+            "v_head_dim": 20, "moe_intermediate_size": 24, "num_experts_per_tok": 3, "num_local_experts": 12,
+            "pad_token_id": 0}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24}
 NEMOTRON = {"head_dim": 24, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 24, "n_groups": 1,
             "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
@@ -26,11 +29,12 @@ HYBRID = ["linear_attention", "full_attention"]
 SLOW = ("deepseek-v2-lite", "deepseek-v3-halves", "mistral-narrow", "qwen2-moe-mixed", "qwen3-moe-one",
         "gpt-oss-narrow", "gemma3-narrow", "smollm3-windows", "deepseek-v3-dense-first", "lfm2-biases",
         "qwen3.5-moe", "bamba-limits", "mamba2-tied", "granite-4", "falcon-h1-norms", "nemotron-h",
-        "mamba-biases", "jamba-dense", "lfm3-bare", "olmo-hybrid-rope")
+        "mamba-biases", "jamba-dense", "lfm3-bare", "olmo-hybrid-rope",
+        "kimi-linear-groups", "ling-unbounded")
 # families whose layers keep states
 KEEPING_STATES = ("Lfm2", "Lfm2Moe", "Lfm3", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Bamba", "Mamba2", "Mamba",
                   "FalconMamba", "Jamba", "GraniteMoeHybrid", "FalconH1", "NemotronH",
-                  "OlmoHybrid")
+                  "OlmoHybrid", "KimiLinear", "BailingHybrid")
 MIXED = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 
 
@@ -129,6 +133,18 @@ CASES = {
     "olmo-hybrid-rope": Case("OlmoHybrid", {"num_hidden_layers": 4, "linear_allow_neg_eigval": False,
                                             "pad_token_id": 0, "linear_conv_kernel_dim": 3,
                                             "tie_word_embeddings": True}),
+    "kimi-linear": Case("KimiLinear", {**CHANNELS, "linear_head_dim": 16, "linear_num_heads": 4,
+                                       "layer_types": HYBRID, "num_hidden_layers": 2}),
+    "kimi-linear-groups": Case("KimiLinear", {**CHANNELS, "linear_head_dim": 24, "linear_num_heads": 2,
+                                              "linear_conv_kernel_dim": 3, "q_lora_rank": 20, "n_group": 2,
+                                              "topk_group": 1, "norm_topk_prob": False, "n_shared_experts": 2,
+                                              "num_hidden_layers": 6}),
+    "ling": Case("BailingHybrid", {**CHANNELS, "head_dim": 16, "layer_group_size": 2, "n_group": 4,
+                                   "topk_group": 2, "first_k_dense_replace": 1}),
+    "ling-unbounded": Case("BailingHybrid", {**CHANNELS, "head_dim": 16, "layer_group_size": 3, "n_group": 1,
+                                             "topk_group": 1, "first_k_dense_replace": 0, "q_lora_rank": 20,
+                                             "num_hidden_layers": 3, "kda_safe_gate": False,
+                                             "short_conv_kernel_size": 3}),
     "bamba": Case("Bamba", {**MAMBA, "attn_layer_indices": [1], "num_hidden_layers": 3}),
     "bamba-limits": Case("Bamba", {**MAMBA, "attn_layer_indices": [0], "mamba_n_groups": 1,
                                    "mamba_proj_bias": True, "mamba_conv_bias": False, "mlp_bias": True,

@@ -13,7 +13,8 @@ A chunk of C tokens whose decays sum up to G_i has, with the delta rule, a syste
     (I + A) v' = β (v − exp(G) K S)     A_ij = β_i k_iᵀ k_j exp(G_i − G_j) for j < i
 
 (arXiv 2412.06464, 3.3). I + A is inverted by blocks of 1, 2, 4 … rows, which is exact and needs matmuls
-alone. Decays between two tokens are at most 1, so that nothing overflows.
+alone. Decays between two tokens are at most 1, so that nothing overflows. Those of channels stand within the
+sum of k_iᵀ k_j, which is no matmul: exp(G_i) · exp(−G_j) would overflow.
 """
 from __future__ import annotations
 
@@ -49,7 +50,10 @@ def linear_attention(out: Any, states: Any, q: Any, k: Any, v: Any, decay: Any, 
         while done < count:
             end = tile.where(done < border, border, count)
             rows, some = tile.block(first + done, blocks.rows), tile.arange(blocks.rows) + done < end
-            state, made = advance_chunk(state, operands, rows, some, h, columns, spec, blocks.rows)
+            if spec.channels:
+                state, made = advance_channels(state, operands, rows, some, (first + done, end - done), h,
+                                               columns, spec, blocks.rows)
+            else: state, made = advance_chunk(state, operands, rows, some, h, columns, spec, blocks.rows)
             tile.store(out, tile.cast(made, out.dtype), rows, h, columns, mask=some[:, None])
             done = tile.minimum(done + blocks.rows, end)
             if (done == border) & (kept >= 0): states[kept, h, :, columns] = state
@@ -91,6 +95,44 @@ def advance_chunk(state: Any, operands: tuple[Any, ...], rows: Any, some: Any, h
     return state * tile.exp(total) + tile.dot(tile.transpose(left), values), made
 
 
+def advance_channels(state: Any, operands: tuple[Any, ...], rows: Any, some: Any, tokens: tuple[Any, Any],
+                     h: Any, columns: Any, spec: LinearAttentionSpec, size: int) -> tuple[Any, Any]:
+    """`advance_chunk` with decays of channels; `tokens` are the first, and how many there are from it on."""
+    (q, k, v, decay, beta), g = operands, h // (spec.heads // spec.key_heads)
+    keys = tile.where(some[:, None], k[rows, g, :].to(F32), 0.0)
+    queries = q[rows, g, :].to(F32) * spec.scale
+    values = tile.where(some[:, None], v[rows, h, columns].to(F32), 0.0)
+    met, among, before, left = pair(keys, queries, k, decay, tokens, h, spec, size)
+    if spec.delta:
+        i, j = tile.arange(size)[:, None], tile.arange(size)[None, :]
+        rate = tile.where(some, beta[rows, h], 0.0)[:, None]
+        values = rate * (values - tile.dot(keys * before, state))
+        values = tile.dot(invert(tile.where(i > j, met * rate, 0.0), i, j, size), values)
+    made = tile.dot(queries * before, state) + tile.dot(among, values)
+    total = tile.sum(tile.where(some[:, None], decay[rows, h, :], 0.0), 0)
+    return state * tile.exp(total)[:, None] + tile.dot(tile.transpose(left), values), made
+
+
+def pair(keys: Any, queries: Any, k: Any, decay: Any, tokens: tuple[Any, Any], h: Any,
+         spec: LinearAttentionSpec, size: int) -> tuple[Any, Any, Any, Any]:
+    """Products of a chunk's keys, and of its queries, with its keys, each with the decays between the two
+    tokens; what the chunk leaves up to each token, and keys with what it leaves after them. Keys follow each
+    other from the last on, so that sums are of what lies between, and no difference."""
+    i, j, g = tile.arange(size)[:, None], tile.arange(size)[None, :], h // (spec.heads // spec.key_heads)
+    met, among = tile.zeros((size, size), F32), tile.zeros((size, size), F32)
+    since, rest = tile.zeros((size, spec.d_k), F32), tile.zeros((size, spec.d_k), F32)
+    first, count = tokens
+    at = tile.minimum(count, size) - 1
+    while at >= 0:
+        key, lost = k[first + at, g, :].to(F32)[None, :], decay[first + at, h, :][None, :]
+        left = tile.exp(tile.where(i >= at, since, -INF)) * key
+        met = tile.where(j == at, tile.sum(keys * left, 1)[:, None], met)
+        among = tile.where(j == at, tile.sum(queries * left, 1)[:, None], among)
+        since, rest = since + tile.where(i >= at, lost, 0.0), rest + tile.where(i < at, lost, 0.0)
+        at = at - 1
+    return met, among, tile.exp(since), keys * tile.exp(rest)
+
+
 def invert(system: Any, i: Any, j: Any, size: int) -> Any:
     """(I + system)⁻¹ of a strictly lower triangle, by blocks of 1, 2, 4 … rows."""
     made, block = tile.where(i == j, 1.0, 0.0), 1
@@ -117,10 +159,4 @@ def elements(spec: LinearAttentionSpec) -> int:
     return spec.tokens * spec.heads * spec.d_k * spec.d_v
 
 
-def problems(spec: LinearAttentionSpec, kind: str) -> list[str]:
-    """Why no kernel can be."""
-    return ["decays of channels in chunks"] if spec.channels and not spec.single else []
-
-
-PROGRAMS = (TileProgram("linear_attention", LinearAttentionSpec, linear_attention, grid, cut, elements,
-                        problems),)
+PROGRAMS = (TileProgram("linear_attention", LinearAttentionSpec, linear_attention, grid, cut, elements),)

@@ -92,7 +92,9 @@ SPECS = {
     "delta rule": (ROWS, {}), "sums": (ROWS, {"delta": False, "heads": 4, "key_heads": 2}),
     "bf16": (ROWS, {"dtype": BF16}), "f16, odd": (ROWS, {"dtype": F16, "d_k": 20, "d_v": 7, "heads": 1}),
     "one token each": (SINGLE, {}), "one token each, bf16 sums": (SINGLE, {"dtype": BF16, "delta": False}),
-    "one token each, channels": (SINGLE, {"channels": True, "key_heads": 2})}
+    "one token each, channels": (SINGLE, {"channels": True, "key_heads": 2}),
+    "channels": (ROWS, {"channels": True}),
+    "channels of sums, odd": (ROWS, {"channels": True, "delta": False, "dtype": BF16, "d_k": 20, "d_v": 7})}
 
 
 @pytest.mark.sampled(1)
@@ -125,6 +127,14 @@ def test_thousands_of_tokens_do_not_drift(delta: bool):
     got = run(spec, TABLE.choose(spec, host()), host(), given)
     # without the delta rule a state is a sum of hundreds of tokens
     require_close(spec, given, rows, got, bound=1e-4)
+
+
+def test_decays_of_channels_that_leave_nothing():
+    """Sums of them over a chunk are far below the logarithm of any float."""
+    spec = spec_of(ROWS, channels=True)
+    given = given_of(spec, ROWS)
+    given["decay"] *= 1 + 500 * (torch.arange(given["decay"].numel()) % 3)
+    require_close(spec, given, ROWS, run(spec, TABLE.choose(spec, host()), host(), given))
 
 
 def test_a_sequence_in_parts_is_the_sequence():
