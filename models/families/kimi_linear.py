@@ -32,8 +32,8 @@ KIMI_NAMES = replace(NAMES, expert_matrices=("w1", "w3", "w2"),
 
 
 def complete(f: Fields) -> Fields:
-    """What a file says by other keys: Kimi's in a section of the layers that have the delta rule, Ling's by
-    those of attention."""
+    """Adds what a file says by other keys: Kimi's in a section of the layers that have the delta rule, Ling's
+    by those of attention."""
     made = {own: f.get(theirs) for theirs, own in KEYS.items() if f.get(theirs) is not None}
     section = f.section("linear_attn_config")
     for theirs, own in (("head_dim", "linear_head_dim"), ("num_heads", "linear_num_heads"),
