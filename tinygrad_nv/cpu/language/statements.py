@@ -277,9 +277,11 @@ class Statements(LoopEmitter):
         ranks, counts = (self.allocate(each.dtype, each.shape) for each in op.results)
         with self.outer_loops(counts.shape) as (place,): self.line(f"*({counts.at((), place)}) = 0;")
         with self.outer_loops(ranks.shape) as (place,):
-            number, rank, known = f"*({source.at((), place)})", f"*({ranks.at((), place)})", self.name("n")
-            self.line(f"const u32 {known} = (u32){number}; {rank} = 0;")
-            self.line(f"if ({known} < {bins}u) {rank} = (*({counts.at((), f'(s64){known}')}))++;")
+            number, known = f"*({source.at((), place)})", self.name("n")
+            rank = f"*({ranks.at((), place)}) = " if self.uses[op.results[0]] else ""
+            self.line(f"const u32 {known} = (u32){number};")
+            self.line(f"if ({known} < {bins}u) {rank}(*({counts.at((), f'(s64){known}')}))++;")
+            if rank: self.line(f"else {rank}0;")
         self.forms.update(zip(op.results, (ranks, counts), strict=True))
 
     def _sort_function(self, kind: str, down: bool) -> None:

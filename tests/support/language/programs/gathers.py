@@ -214,8 +214,8 @@ def _bilinear(x, h, w):
 PROGRAMS = [
     Case("histogram-500", call(histogram, bins=256), (integers(0, 256, 500, dtype=uint8),),
          lambda x: np.bincount(x, minlength=256).astype(np.int32)),
-    Case("local_histogram-250", call(local_histogram, bins=10), (integers(0, 10, 250),),
-         lambda x: np.bincount(x, minlength=10).astype(np.int32)),
+    *(Case(f"local_histogram-250-{bins}", call(local_histogram, bins=bins), (integers(0, bins, 250),),
+           lambda x, bins=bins: np.bincount(x, minlength=bins).astype(np.int32)) for bins in (10, 1000)),
     *(Case(f"counting_sort-{size}-{bins}", call(counting_sort, bins=bins), (integers(0, bins, size),),
            lambda x: np.argsort(x, kind="stable").astype(np.int32)) for size, bins in ((500, 7), (13, 40))),
     Case("embedding-19", call(embedding), (integers(0, 11, 19), normal(11, 20, dtype=bf16)), lambda i,
