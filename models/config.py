@@ -24,7 +24,7 @@ from tinygrad_nv.kvcache.shape import KVShape
 from .families import FAMILIES
 from .families.family import Family
 from .fields import Fields, activation
-from .layer_config import LLAMA_NAMES, LatentConfig, MoEConfig, Names, Temperature
+from .layer_config import LLAMA_NAMES, LatentConfig, MoEConfig, Names, NormedSums, Temperature
 from .mixers.config import BesideConfig, MixerConfig
 from .model_types import architectures_of
 from .multimodal import language_config
@@ -57,7 +57,8 @@ class ModelConfig:
     values are computed of latents, and `head_dim` is that of queries. A checkpoint's `draft_layers` after the
     others are not read. Layers with an entry in `mixers` have that in the place of attention
     (models/mixers/). `halves` says of each layer whether it has "both" halves, or attention or a "mixer"
-    alone, or a "feed_forward" alone; () is both of all. With `float32_residuals` layers add up in float32.
+    alone, or a "feed_forward" alone; () is both of all. With `float32_residuals` layers add up in float32,
+    with `normed_sums` to the norm of what they are given.
     Unless `mlp_gated` a feed-forward is down(act(up(x))). Gates of a feed-forward are multiplied by the first
     of `mlp_scales` before the activation, what it makes by the second. With `gated_attention` queries come
     with a gate for each of their elements, or values are followed by a gate for each of the "heads". Unless
@@ -101,6 +102,7 @@ class ModelConfig:
     mixers: tuple[MixerConfig | None, ...] = ()
     halves: tuple[Half, ...] = ()
     float32_residuals: bool = False
+    normed_sums: NormedSums | None = None
     gated_attention: bool | Literal["heads"] = False
     mlp_scales: tuple[float, float] = (1.0, 1.0)
     mlp_gated: bool = True

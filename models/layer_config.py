@@ -147,6 +147,7 @@ class Names:
     sinks: str = "self_attn.sinks"
     last_norm: str = "model.norm"       # after all layers
     unread: tuple[str, ...] = ()        # how names of tensors begin that are for something else
+    unread_ends: tuple[str, ...] = ()   # and how they end
     spellings: tuple[tuple[str, str], ...] = ()     # parts of other names in files, and of these
 
     def spell(self, name: str) -> str:
@@ -163,6 +164,15 @@ class Names:
 
 
 LLAMA_NAMES = Names()
+
+
+@dataclass(frozen=True)
+class NormedSums:
+    """Factors of halves of layers that add what they make to their normalised input (MiniMax-01, arXiv
+    2501.08313): of that input, then of what they make."""
+    attention: tuple[float, float]
+    mixer: tuple[float, float]
+    feed_forward: tuple[float, float]
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,10 @@ class Block:
 
     def end_half(self, x: Tensor, made: Tensor, post: RMSNorm | None, half: str) -> Tensor:
         """x and what half of a layer makes of it."""
+        if (sums := self.config.normed_sums) is not None:
+            own = sums.mixer if self.config.mixer(self.index) is not None else sums.attention
+            kept, added = own if half == "attention" else sums.feed_forward
+            return x * kept + made * added
         if self.parallel is not None: made = self.parallel.sum_halves(made, f"layers.{self.index}.{half}")
         if post is not None: made = post(made)
         scale = self.config.residual_scale
@@ -115,6 +119,7 @@ class Block:
         if self.attention is not None:
             with layer("attention"):
                 h = self.begin_half(x, self.attention_norm, "attention")
+                if self.config.normed_sums is not None: x = h
                 mix: Callable[..., Tensor] = self.attention     # whose cache is of its own kind
                 made = mix(h, batch, cache)
                 both = self.end_and_begin(x, made)
@@ -123,6 +128,7 @@ class Block:
         with layer("feed_forward"):
             h = self.begin_half(x, self.feed_forward_norm, "feed_forward") if both is None else \
                 self.begin_half(both[1], None, "feed_forward")
+            if self.config.normed_sums is not None: x = h
             made = self.feed_forward(h)
             return self.end_half(x, made, self.feed_forward_post_norm, "feed_forward").contiguous()
 

@@ -18,6 +18,7 @@ ARCHITECTURES = {
     "minimax_m2": "MiniMaxM2ForCausalLM", "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "olmo_hybrid": "OlmoHybridForCausalLM",
+    "minimax": "MiniMaxForCausalLM",
     "kimi_linear": "KimiLinearForCausalLM", "bailing_hybrid": "BailingHybridForCausalLM",
     "bamba": "BambaForCausalLM", "mamba2": "Mamba2ForCausalLM", "falcon_h1": "FalconH1ForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM", "nemotron_h": "NemotronHForCausalLM",

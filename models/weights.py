@@ -343,7 +343,8 @@ def _without_draft_layers(config: ModelConfig, entries: Mapping[str, TensorEntry
     are not read."""
     after = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.draft_layers))
     after += config.names.unread
-    return {name: entry for name, entry in entries.items() if not name.startswith(after)}
+    return {name: entry for name, entry in entries.items()
+            if not (name.startswith(after) or name.endswith(config.names.unread_ends))}
 
 
 def _fill(model: Llama, found: Opened, readers: ThreadPoolExecutor, sizes: list[int]) -> Iterator[int]:

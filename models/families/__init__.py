@@ -25,6 +25,7 @@ PLACES = {
     "Qwen3_5ForCausalLM": "qwen3_next.QWEN3_5", "Qwen3_5MoeForCausalLM": "qwen3_next.QWEN3_5_MOE",
     "OlmoHybridForCausalLM": "olmo_hybrid.FAMILY",
     "KimiLinearForCausalLM": "kimi_linear.KIMI", "BailingHybridForCausalLM": "kimi_linear.LING",
+    "MiniMaxForCausalLM": "minimax.FAMILY",
     "MambaForCausalLM": "mamba.MAMBA", "FalconMambaForCausalLM": "mamba.FALCON_MAMBA",
     "JambaForCausalLM": "mamba.JAMBA",
     "BambaForCausalLM": "mamba2.BAMBA", "Mamba2ForCausalLM": "mamba2.MAMBA2",

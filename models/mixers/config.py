@@ -189,6 +189,38 @@ class ChannelDeltaConfig:
 
 
 @dataclass(frozen=True)
+class LightningConfig:
+    """Lightning attention (arXiv 2401.04658) as MiniMax-01 has it: `heads` of `size` elements. Head h of H
+    keeps exp(−slope · 2^(−8 (h + 1) / H)) of its state at each token."""
+    heads: int
+    size: int
+    slope: float
+
+    @property
+    def inner(self) -> int:
+        """Elements of a token's values."""
+        return self.heads * self.size
+
+    @property
+    def states(self) -> tuple[StateShape, ...]:
+        return StateShape((self.heads, self.size, self.size), dtypes.float32),
+
+    @property
+    def width(self) -> int: return 7 * self.inner
+
+    def parameters(self, hidden: int) -> int:
+        """Projections and the norm."""
+        return 5 * hidden * self.inner + self.inner
+
+    def sizes(self, hidden: int) -> dict[str, tuple[Extent, ...]]:
+        given, inner = ("hidden_size", hidden), ("num_attention_heads × head_dim", self.inner)
+        made: dict[str, tuple[Extent, ...]] = {
+            "qkv_proj.weight": ((f"3 × {inner[0]}", 3 * self.inner), given), "norm.weight": (inner,),
+            "output_gate.weight": (inner, given), "out_proj.weight": (given, inner)}
+        return {f"self_attn.{name}": each for name, each in made.items()}
+
+
+@dataclass(frozen=True)
 class Mamba2Config:
     """Mamba-2 (arXiv 2405.21060): `heads` of `head` elements with states of `head` x `state`; `groups` of
     heads share B and C. Time steps stay within `limits`. `bias` is that of projections, `conv_bias` that of

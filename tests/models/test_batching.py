@@ -192,7 +192,7 @@ CASES = {"qwen2-moe": PLAIN, "deepseek-v3": PLAIN, "mixtral": PLAIN, "qwen3-moe"
          # layers that keep states, beside attention and alone
          "lfm2": PLAIN, "lfm3": (22, 8, (16, None)), "qwen3-next": PLAIN, "falcon-h1": PLAIN,
          "nemotron-h-moe": PLAIN, "mamba2": PLAIN, "olmo-hybrid": PLAIN,
-         "kimi-linear": PLAIN, "ling": PLAIN}
+         "kimi-linear": PLAIN, "ling": PLAIN, "minimax": PLAIN}
 QUICK = ("deepseek-v3", "qwen3-next")   # a mixture of experts with latents, and one with states
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in QUICK]
 

@@ -193,6 +193,7 @@ HYBRID: dict[str, dict[str, Any]] = {
     "Lfm2Moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "OlmoHybrid": {**DELTA, "num_key_value_heads": 4},
     "Qwen3Next": DELTA, "Qwen3_5": DELTA, "Qwen3_5Moe": DELTA,
+    "MiniMax": {"layer_types": DELTA["layer_types"], "block_size": 16},
     "KimiLinear": {**CHANNELS, "linear_head_dim": 8, "linear_num_heads": 2},
     "BailingHybrid": {**CHANNELS, "head_dim": 8, "layer_group_size": 2},
     "Bamba": {**MAMBA, "attn_layer_indices": [1]}, "FalconH1": {**MAMBA, "mamba_d_ssm": 64},
@@ -202,7 +203,7 @@ HYBRID: dict[str, dict[str, Any]] = {
                   "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2}}
 MIXTURES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GptOss", "Llama4", "Lfm2Moe", "Qwen3Next",
             "Qwen3_5Moe", "GraniteMoeHybrid", "NemotronH", "MiniMaxM2", "KimiLinear",
-            "BailingHybrid", *LATENT)
+            "BailingHybrid", "MiniMax", *LATENT)
 SPELLED = ("OlmoHybrid", "Lfm3", "KimiLinear", "BailingHybrid")     # files have other names than modules
 SIZES = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 12,
          "qk_rope_head_dim": 8, "v_head_dim": 6, "first_k_dense_replace": 1, "n_routed_experts": 4,

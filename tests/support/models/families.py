@@ -30,11 +30,11 @@ SLOW = ("deepseek-v2-lite", "deepseek-v3-halves", "mistral-narrow", "qwen2-moe-m
         "gpt-oss-narrow", "gemma3-narrow", "smollm3-windows", "deepseek-v3-dense-first", "lfm2-biases",
         "qwen3.5-moe", "bamba-limits", "mamba2-tied", "granite-4", "falcon-h1-norms", "nemotron-h",
         "mamba-biases", "jamba-dense", "lfm3-bare", "olmo-hybrid-rope",
-        "kimi-linear-groups", "ling-unbounded")
+        "kimi-linear-groups", "ling-unbounded", "minimax-factors")
 # families whose layers keep states
 KEEPING_STATES = ("Lfm2", "Lfm2Moe", "Lfm3", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Bamba", "Mamba2", "Mamba",
                   "FalconMamba", "Jamba", "GraniteMoeHybrid", "FalconH1", "NemotronH",
-                  "OlmoHybrid", "KimiLinear", "BailingHybrid")
+                  "OlmoHybrid", "KimiLinear", "BailingHybrid", "MiniMax")
 MIXED = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 
 
@@ -145,6 +145,13 @@ CASES = {
                                              "topk_group": 1, "first_k_dense_replace": 0, "q_lora_rank": 20,
                                              "num_hidden_layers": 3, "kda_safe_gate": False,
                                              "short_conv_kernel_size": 3}),
+    "minimax": Case("MiniMax", {"head_dim": 16, "num_local_experts": 4, "intermediate_size": 48,
+                                "layer_types": HYBRID, "block_size": 16, "pad_token_id": 0}),
+    "minimax-factors": Case("MiniMax", {"head_dim": 24, "num_local_experts": 4, "intermediate_size": 48,
+                                        "num_hidden_layers": 3, "full_attn_alpha_factor": 1.2,
+                                        "full_attn_beta_factor": 0.8, "linear_attn_alpha_factor": 1.5,
+                                        "linear_attn_beta_factor": 0.7, "mlp_alpha_factor": 1.1,
+                                        "mlp_beta_factor": 0.6, "sliding_window": 16, "pad_token_id": 0}),
     "bamba": Case("Bamba", {**MAMBA, "attn_layer_indices": [1], "num_hidden_layers": 3}),
     "bamba-limits": Case("Bamba", {**MAMBA, "attn_layer_indices": [0], "mamba_n_groups": 1,
                                    "mamba_proj_bias": True, "mamba_conv_bias": False, "mlp_bias": True,
