@@ -19,7 +19,7 @@ from .qwen3_next import LINEAR, list_kinds
 # computed of the number of a layer
 CONSTANTS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 NAMES = replace(MIXTRAL_NAMES, unread_ends=tuple(f".self_attn.{name}" for name in CONSTANTS))
-HALVES = ("full_attn", "linear_attn", "mlp")
+PARTS = ("full_attn", "linear_attn", "mlp")
 
 
 def minimax(f: Fields) -> dict[str, Any]:
@@ -31,8 +31,8 @@ def minimax(f: Fields) -> dict[str, Any]:
     if LINEAR not in (kinds := list_kinds(f)):
         raise ModelError(f"{f.name}: layer_types is {brief(kinds)}", f"{LINEAR} in some layer",
                          "use a model as it was published")
-    sums = [(f.number(f"{half}_alpha_factor", zero=True), f.number(f"{half}_beta_factor", zero=True))
-            for half in HALVES]
+    sums = [(f.number(f"{part}_alpha_factor", zero=True), f.number(f"{part}_beta_factor", zero=True))
+            for part in PARTS]
     # later layers remember more
     mixers = tuple(LightningConfig(heads, size, 1 - i / (layers - 1 + 1e-5) + 1e-5) if kind == LINEAR
                    else None for i, kind in enumerate(kinds))
@@ -40,5 +40,5 @@ def minimax(f: Fields) -> dict[str, Any]:
 
 
 FAMILY = Family("MiniMaxForCausalLM",
-                {**MIXTRAL.defaults, **{f"{half}_{kind}_factor": 1 for half in HALVES
+                {**MIXTRAL.defaults, **{f"{part}_{kind}_factor": 1 for part in PARTS
                                         for kind in ("alpha", "beta")}}, frozenset(COUNTS), minimax)
