@@ -43,8 +43,9 @@ def complete(f: Fields) -> Fields:
         full, delta = (Fields(section, f.name).layers(key) for key in ("full_attn_layers", "kda_layers"))
         layers = range(1, f.positive("num_hidden_layers") + 1)
         if full & delta or full | delta != set(layers):
-            raise ModelError(f"{f.name}: full_attn_layers and kda_layers are {brief(sorted(full))} and "
-                             f"{brief(sorted(delta))}", "each layer in one of them, counted from 1",
+            raise ModelError(f"{f.name}: full_attn_layers and kda_layers of linear_attn_config are "
+                             f"{brief(sorted(full))} and {brief(sorted(delta))}",
+                             "each layer in one of them, counted from 1",
                              "correct the file, or download it again")
         made["layer_types"] = [FULL if i in full else LINEAR for i in layers]
     for theirs, own in (("head_dim", "linear_head_dim"), ("num_attention_heads", "linear_num_heads"),
@@ -100,6 +101,10 @@ def layers_of(f: Fields, own: ChannelDeltaConfig, default: list[str]) -> dict[st
 def kimi(f: Fields) -> dict[str, Any]:
     """Returns the fields of `ModelConfig` for Kimi Linear."""
     require(f, "moe_router_activation_func", "sigmoid")
+    for key, known in (("mla_use_nope", True), ("moe_layer_freq", 1)):
+        if f.get(key, known) != known:
+            raise ModelError(f"{f.name}: {key} is {brief(f.get(key))}, which is not implemented",
+                             f"{known}", "use a model as it was published")
     layers = f.positive("num_hidden_layers")
     default = [FULL if i and i % 4 == 0 else LINEAR for i in range(layers)]
     # no layer has rope

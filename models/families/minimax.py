@@ -26,6 +26,9 @@ def minimax(f: Fields) -> dict[str, Any]:
     """Returns the fields of `ModelConfig`."""
     layers, heads, size = (f.positive(key) for key in ("num_hidden_layers", "num_attention_heads",
                                                        "head_dim"))
+    if f.get("rotary_dim") not in (None, size):    # transformers rotates whole heads
+        raise ModelError(f"{f.name}: rotary_dim is {brief(f.get('rotary_dim'))}, which is not implemented",
+                         f"whole heads of {size} elements", "use a model of a supported family")
     if f.get("layer_types") is None:
         f = f.within({"layer_types": [LINEAR if i % 2 else FULL for i in range(layers)]})
     if LINEAR not in (kinds := list_kinds(f)):

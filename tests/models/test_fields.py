@@ -173,9 +173,40 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
                                "full_attention": {"rope_type": "proportional", "rope_theta": 500.0,
                                                   "partial_rotary_factor": 0.6, "factor": 2.0}}}},
     "MiniMaxM2": {"rotary_dim": {"rotary_dim": 8}, "one expert": {"num_experts_per_tok": 1},
-                  "both parts": {"rotary_dim": 8, "partial_rotary_factor": 0.75}}}
+                  "both parts": {"rotary_dim": 8, "partial_rotary_factor": 0.75}},
+    "MiniMax": {"rotary_dim": {"rotary_dim": 4}, "blocks of 1": {"block_size": 1},
+                "no layer types": {"layer_types": None, "num_hidden_layers": 3},
+                "factors": {"full_attn_alpha_factor": 1.2, "full_attn_beta_factor": 0.8,
+                            "linear_attn_alpha_factor": 1.5, "linear_attn_beta_factor": 0.7,
+                            "mlp_alpha_factor": 1.1, "mlp_beta_factor": 0}},
+    "OlmoHybrid": {"no rope": {"rope_theta": None}, "no rope within": rope(rope_theta=None),
+                   "rates below 1": {"linear_allow_neg_eigval": False},
+                   "taps": {"linear_conv_kernel_dim": 2}, "one tap": {"linear_conv_kernel_dim": 1},
+                   "no layer types": {"layer_types": None, "num_hidden_layers": 5},
+                   "no sizes": {"linear_key_head_dim": None, "linear_value_head_dim": None,
+                                "linear_num_key_heads": None, "linear_num_value_heads": None},
+                   "no width of values": {"linear_value_head_dim": None}},
+    "KimiLinear": {"section": {"layer_types": None, "linear_attn_config": {
+                       "full_attn_layers": [1], "kda_layers": [2], "head_dim": 6, "num_heads": 3,
+                       "short_conv_kernel_size": 3}},
+                   "a layer twice": {"layer_types": None, "linear_attn_config": {
+                       "full_attn_layers": [1, 2], "kda_layers": [2]}},
+                   "their keys": {"moe_renormalize": False, "num_expert_group": 2, "num_experts_per_token": 1,
+                                  "num_shared_experts": 2},
+                   "no layer types": {"layer_types": None, "num_hidden_layers": 6},
+                   "experts": {"mlp_layer_types": ["sparse", "dense"]}, "positions": {"mla_use_nope": False},
+                   "every second": {"moe_layer_freq": 2}, "score": {"moe_router_activation_func": "softmax"},
+                   "no q rank": {"q_lora_rank": None}, "scaling of weights": {"routed_scaling_factor": 3.5}},
+    "BailingHybrid": {"unbounded": {"kda_safe_gate": False}, "bound": {"kda_lower_bound": -2.0},
+                      "no layer types": {"layer_types": None, "num_hidden_layers": 4},
+                      "taps": {"short_conv_kernel_size": 2}, "other taps": {"linear_conv_kernel_dim": 3},
+                      "other heads": {"linear_head_dim": 6, "linear_num_heads": 3},
+                      "experts": {"mlp_layer_types": ["sparse", "dense"]}, "no q rank": {"q_lora_rank": None},
+                      "their keys": {"moe_renormalize": False, "num_expert_group": 2,
+                                     "num_experts_per_token": 1, "num_shared_experts": 2}}}
 # those of them that are tried by default
-QUICK_OWN = {"alpha", "no biases", "no norm", "temperature", "chunks of 12", "dense first"}
+QUICK_OWN = {"alpha", "no biases", "no norm", "temperature", "chunks of 12", "dense first", "factors",
+             "rates below 1", "section", "bound"}
 # so that experts are few and small
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
            "shared_expert_intermediate_size": 40, "intermediate_size_mlp": 56}
