@@ -391,9 +391,10 @@ def _architecture(data: Mapping[str, Any], name: str) -> str:
     if (known := next((a for a in listed if isinstance(a, str) and a in FAMILIES), None)) is None:
         from .families.encoder import ENCODERS
         raise ModelError(f"{name}: architecture {shorten(', '.join(map(str, listed)))} is not supported",
-                         f"one of: {', '.join(FAMILIES)}; of embedding models: {', '.join(ENCODERS)}",
+                         f"one of: {', '.join(FAMILIES)}",
                          "use `tinygrad-nv transcribe`" if data.get("model_type") == "whisper" else
-                         "convert the model to one of these, or add it (see CONTRIBUTING.md)")
+                         "convert the model to one of these, or add it (see CONTRIBUTING.md); of embedding "
+                         f"models there are: {', '.join(ENCODERS)}")
     return known
 
 

@@ -63,7 +63,7 @@ def test_weights_that_are_not_quantised_as_asked(command, spoil):
 
 
 ROPE_CASES = [
-    (rope(rope_type="proportional"), "rope type 'proportional' is not supported", ROPES),
+    (rope(rope_type="ntk"), "rope type 'ntk' is not supported", ROPES),
     (rope(rope_type="longrope", short_factor=[1.0]), "short_factor of the rope parameters has 1 factors",
      "one for each pair of dimensions"),
     ({"rope_parameters": None, "rope_scaling": {"type": "su"}}, "rope type 'su' is not supported", ROPES),
