@@ -56,6 +56,17 @@ DECODERS: dict[str, dict[str, Any]] = {
                "attention_chunk_size": 16, "floor_scale": 12, "attn_scale": 0.1},
     "GptOss": {**MIXTURE, "num_local_experts": 4, "swiglu_limit": 7.0, "rope_scaling": None},
     "SmolLM3": {"no_rope_layers": [1, 0], "rope_scaling": None},
+    "OlmoHybrid": {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+                   "linear_value_head_dim": None, "linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True,
+                   "rope_parameters": {"rope_theta": None}, "rope_scaling": None, "layer_types": None},
+    "KimiLinear": {**MIXTURE, "layer_types": None, "mlp_layer_types": None, "linear_attn_config": {
+                       "full_attn_layers": [1], "kda_layers": [2], "head_dim": 6, "num_heads": 3},
+                   "num_experts": 4, "moe_renormalize": True, "num_shared_experts": 1},
+    "BailingHybrid": {**MIXTURE, "mlp_layer_types": ["dense", "sparse"], "layer_group_size": 2,
+                      "num_experts": 8, "kda_lower_bound": -5.0, "kda_safe_gate": True,
+                      "rope_scaling": None, "n_group": 2, "topk_group": 1},
+    "MiniMax": {**MIXTURE, "num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"],
+                "rotary_dim": None, "mlp_alpha_factor": 1.5, "rope_scaling": None},
     "Granite": {"embedding_multiplier": 12.0, "logits_scaling": 4.0, "attention_multiplier": 0.1}}
 ENCODER = {**SIZES, "hidden_act": "gelu", "type_vocab_size": 2, "layer_norm_eps": 1e-12, "pad_token_id": 1,
            "position_embedding_type": "absolute", "rope_scaling": None, "rope_parameters": None,
