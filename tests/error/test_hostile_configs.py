@@ -57,8 +57,9 @@ DECODERS: dict[str, dict[str, Any]] = {
     "GptOss": {**MIXTURE, "num_local_experts": 4, "swiglu_limit": 7.0, "rope_scaling": None},
     "SmolLM3": {"no_rope_layers": [1, 0], "rope_scaling": None},
     "OlmoHybrid": {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-                   "linear_value_head_dim": None, "linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True,
-                   "rope_parameters": {"rope_theta": None}, "rope_scaling": None, "layer_types": None},
+                   "linear_value_head_dim": None, "linear_conv_kernel_dim": 4, "layer_types": None,
+                   "linear_allow_neg_eigval": True, "rope_parameters": {"rope_theta": None},
+                   "rope_scaling": None},
     "KimiLinear": {**MIXTURE, "layer_types": None, "mlp_layer_types": None, "linear_attn_config": {
                        "full_attn_layers": [1], "kda_layers": [2], "head_dim": 6, "num_heads": 3},
                    "num_experts": 4, "moe_renormalize": True, "num_shared_experts": 1},
