@@ -259,7 +259,8 @@ def gradient_cut(spec: EmbeddingGradientSpec, target: Any) -> Sequence[tuple[Blo
 def sort_cut(spec: EmbeddingGradientSpec, target: Any) -> Sequence[tuple[Blocks, int]]:
     """Tokens that are ranked at a time, and rows of the table."""
     rows, count = min(SORT_ROWS, -(-spec.rows // (32 * SORT_PROGRAMS)) * 32), spec.tokens.count
-    most = count if count == 2 * SORT_BLOCK else SORT_BLOCK
+    # twice as many have registers where their places take none
+    most = count if count == 2 * SORT_BLOCK and len(spec.tokens.extents) == 1 else SORT_BLOCK
     return [(Blocks(min(most, power(max(32, count))), rows), SORT_WARPS)]
 
 

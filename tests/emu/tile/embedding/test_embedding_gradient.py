@@ -219,6 +219,13 @@ def test_what_it_takes(arch: str, rows: int, width: int, dtype: DType):
         assert each.dynamic_smem <= 72 << 10
 
 
+@pytest.mark.parametrize("extents", [(16384,), (8, 2048)], ids=str)
+def test_a_sort_of_many_tokens_has_registers(extents: tuple[int, ...]):
+    spec = EmbeddingGradientSpec(128256, 64, BF16, Tokens(S32, extents, (2048, 1)[-len(extents):]))
+    sort = build(spec, "sm_90a").kernels[0]
+    assert assemble(sort.ptx, "sm_90a").kernels[sort.name].spill_store_bytes == 0
+
+
 def test_few_tokens_have_no_segments():
     spec = EmbeddingGradientSpec(9, 4, F32, Tokens(S32, (SEGMENT - 1,), (1,)))
     made = build(spec, "sm_80")
