@@ -181,7 +181,7 @@ def stored(q: KTile["S", "D"], k: KTile["N", "D"], v: KTile["N", "D"], out: OTil
 
 
 @pytest.mark.parametrize(("fn", "more"), [(mix, {"axis": 0}), (mix, {"axis": 1}), (turned, {}), (stored, {})],
-                         ids=str)
+                         ids=lambda one: getattr(one, "__name__", str(one)))
 def test_rows_that_belong_together(fn: Any, more: dict[str, int]):
     """No strips where an operation reads several rows of a score, or the loop stores."""
     given = tensors(arrays(128, 128, 64), f32)
