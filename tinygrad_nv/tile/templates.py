@@ -35,7 +35,7 @@ FOLDERS = {"gpu": "tile", "cpu": "cpu"}
 ONLY_GPU = ("scaled_gemm", "sparse_gemm", "all_reduce")
 # programs of the tile language, one for GPUs and CPUs
 PROGRAMS = ("norm", "rope", "column_sum", "cross_entropy", "optimizer", "router", "group_norm",
-            "kv_append", "embedding", "linear_attention", "causal_conv", "selective_scan")
+            "kv_append", "embedding", "sampling", "linear_attention", "causal_conv", "selective_scan")
 TABLE = Table({name: family for family, names in SPECS.items() for name in names.split()},
               {(kind, family): f"tinygrad_nv.tile.{family}.program"
                if family in PROGRAMS else f"tinygrad_nv.{folder}.{family}"

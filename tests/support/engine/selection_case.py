@@ -1,10 +1,10 @@
-"""Selection by mass in NumPy, in the order of the spec (tile/sampling/spec.py), and rows whose sums are
+"""Selection by mass in NumPy, in the units of the spec (tile/sampling/spec.py), and rows whose sums are
 nearly the target."""
 from __future__ import annotations
 
 import numpy as np
 
-from tinygrad_nv.tile.sampling.spec import LANES
+from tinygrad_nv.tile.sampling.spec import MOST_UNITS
 
 
 def ordered(x: np.ndarray) -> np.ndarray:
@@ -13,20 +13,47 @@ def ordered(x: np.ndarray) -> np.ndarray:
     return np.where(bits >> 31 == 1, ~bits, bits | np.uint32(1 << 31))
 
 
-def mass(keys: np.ndarray, weights: np.ndarray, least: int) -> np.float32:
-    """Σ weights[keys ≥ least], in the order of the spec."""
-    rows = -(-len(keys) // LANES)
-    kept = np.pad(np.where(keys >= least, weights, np.float32(0)), (0, rows * LANES - len(keys)))
-    lanes = np.zeros(LANES, np.float32)
-    for row in kept.reshape(LANES, rows).T: lanes += row
-    total = np.float32(0)
-    for lane in lanes: total += lane
-    return total
+def scale_of(target: np.float32) -> float:
+    """Units of one, for a finite target."""
+    exponent = int(np.frexp(target)[1]) - 1 if target > 0 else -127
+    return 2.0 ** min(29 - exponent, 127)
 
 
 def selected(keys: np.ndarray, weights: np.ndarray, target: np.float32) -> int:
-    """The largest t of which the mass reaches the target, 0 if there is none; t is a key then."""
-    return max((int(key) for key in keys if mass(keys, weights, key) >= target), default=0)
+    """The largest t of which the units reach the target, 0 if there is none; t is a key then."""
+    if not target < np.inf: return 0
+    if target <= 0: return 0xFFFFFFFF
+    scaled = np.maximum(np.nan_to_num(weights.astype(np.float64)), 0) * scale_of(target)
+    units = np.rint(np.minimum(scaled, MOST_UNITS)).astype(np.int64)
+    order = np.argsort(keys)[::-1]
+    enough = np.flatnonzero(np.cumsum(units[order]) >= float(target) * scale_of(target))
+    return int(keys[order][enough[0]]) if len(enough) else 0
+
+
+def weighted_rows(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Logits [R, size] that are flat, peaked, equal, rounded, all -inf, hardly any finite, or in order; with
+    probabilities, integers, or huge numbers for weights; targets, and what is kept of each."""
+    random, made = np.random.default_rng(size), list[tuple[np.ndarray, np.ndarray, float, np.ndarray]]()
+    with np.errstate(invalid="ignore"):
+        for kind in range(9):
+            x = random.standard_normal(size).astype(np.float32) * (1, 9, 3, 1, 1, 1, 3, 3, 2)[kind]
+            if kind == 2: x[:] = 2.5
+            if kind == 3: x[:] = np.round(x)
+            if kind == 4: x[:] = -np.inf
+            if kind == 5: x[random.permutation(size)[20:]] = -np.inf
+            if kind == 6: x.sort()
+            if kind == 7: x[:2] = np.nan, np.array(0xFFC00000, np.uint32).view(np.float32)
+            weights = np.exp(x - np.max(x))
+            weights = (weights / weights.sum()).astype(np.float32)
+            if kind == 8: weights = random.integers(0, 9, size).astype(np.float32)
+            targets = (7, size * 2, size * 5) if kind == 8 else (1e-30, 0.3, 0.95, 1.5)
+            for target in (*targets, 0, -1, np.inf, np.nan):
+                keys, own = ordered(x), np.float32(target)
+                made.append((x, weights, target,
+                             np.where(keys >= selected(keys, weights, own), x, np.float32(-np.inf))))
+    x, weights, targets, kept = map(np.stack, zip(*made, strict=True))
+    weights[-1] = 1e38      # of a target that is no number: nothing overflows
+    return x, weights.astype(np.float32), targets.astype(np.float32), kept
 
 
 def near_targets(size: int, alike: bool, keys_tried: int = 8
@@ -42,7 +69,7 @@ def near_targets(size: int, alike: bool, keys_tried: int = 8
     if not alike:
         weights = random.random(size).astype(np.float32)
         weights[size // 2:] *= random.integers(0, 2, size - size // 2)
-    near = [mass(keys, weights, int(key)) for key in keys[:keys_tried]]
+    near = [weights[keys >= key].sum(dtype=np.float64).astype(np.float32) for key in keys[:keys_tried]]
     targets = [goal for each in near
                for goal in (each, np.nextafter(each, np.float32(1e9)), np.nextafter(each, np.float32(0)))]
     targets.append(np.float32(np.inf))

@@ -8,10 +8,9 @@ import pytest
 from tinygrad import Tensor, dtypes
 
 from tests.support.engine.sampler_case import Case, logits_of
-from tests.support.engine.selection_case import above, counted_rows, hard_rows, near_targets
+from tests.support.engine.selection_case import above, counted_rows, hard_rows, near_targets, weighted_rows
 from tinygrad_nv import disabled, explain
 from tinygrad_nv.cpu import isa
-from tinygrad_nv.cpu.sampling import threshold as selection
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.worker.sampler import count_tokens
@@ -20,6 +19,7 @@ from tinygrad_nv.patterns.sampling import choose_part, choose_tokens, largest, t
 from tinygrad_nv.runtime.cpu.program import load
 from tinygrad_nv.tile.sampling.reference import token_of
 from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, CountSpec, FilterSpec, Number
+from tinygrad_nv.tile.sampling.top_p import program as weighing
 from tinygrad_nv.tile.templates import TABLE
 
 LEVELS = [each for each in (isa.PORTABLE, isa.AVX2, isa.AVX512) if not isa.why_not(each.level)]
@@ -28,35 +28,41 @@ pytestmark = pytest.mark.usefixtures("cpu_device")
 
 
 def filtered(spec: FilterSpec, level: isa.ISA, x: np.ndarray, weights: np.ndarray, targets: np.ndarray,
-             parts: int = 1, order: tuple[int, ...] | None = None, spoilt: tuple[str, str] = ("", "")
-             ) -> np.ndarray:
+             parts: int = 1, order: tuple[int, ...] | None = None) -> np.ndarray:
     """The bits of what a filter keeps; nothing is written behind it."""
     numbers = np.full((spec.rows, NUMBERS), np.nan, np.float32)
     numbers[:, spec.number] = targets
     target = replace(host(), isa=level)
     made = TABLE.build(spec, replace(TABLE.choose(spec, target), parts=parts), target)
-    assert spoilt[0] in made.source
     out = np.full(spec.rows * spec.size + 3, 77, np.float32)
     work = [np.full(made.workspace_bytes // 4, 77, np.uint32)] * bool(made.workspace_bytes)
     given = (x,) if spec.counted else (x, weights)
     rows = [np.broadcast_to(each, (spec.rows, spec.size)).copy() for each in given]
-    load(replace(made, source=made.source.replace(*spoilt)))(out, *work, *rows, numbers, order=order)
+    load(made)(out, *work, *rows, numbers, order=order)
     assert (out[-3:] == 77).all()
     return out[:-3].view(np.uint32).reshape(spec.rows, spec.size)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("level", LEVELS, ids=str)
-@pytest.mark.parametrize(("size", "floor"), [(5, False), (300, False), (300, True)])
-def test_a_filter_is_exact_where_a_sum_is_nearly_the_target(level: isa.ISA, size: int, floor: bool,
-                                                            monkeypatch: pytest.MonkeyPatch):
-    if floor: monkeypatch.setattr(selection, "SHORT", 0)
+@pytest.mark.parametrize("size", [5, 300, 1200])
+def test_a_filter_is_exact_where_a_sum_is_nearly_the_target(level: isa.ISA, size: int):
+    """Rows that are held, and one that is searched."""
     for alike in (False, True):
         x, weights, targets, kept = near_targets(size, alike)
         spec = FilterSpec(len(targets), size, Number.top_p, alike)
         for parts, order in ((1, None), (3, (2, 0, 1))):
             found = filtered(spec, level, x, weights, targets, parts, order)
             np.testing.assert_array_equal(found, kept.view(np.uint32))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+@pytest.mark.parametrize("size", [129, 1500, 9001])
+def test_the_mass_is_found_wherever_it_lies(level: isa.ISA, size: int):
+    x, weights, targets, kept = weighted_rows(size)
+    found = filtered(FilterSpec(len(x), size, Number.top_p), level, x, weights, targets)
+    np.testing.assert_array_equal(found, kept.view(np.uint32))
 
 
 @pytest.mark.sampled(1)
@@ -70,12 +76,14 @@ def test_the_largest_are_counted_wherever_they_lie(level: isa.ISA, size: int):
 
 
 @pytest.mark.sampled(1)
-def test_a_floor_that_is_wrong_is_given_up(monkeypatch: pytest.MonkeyPatch):
-    """One that has half of the mass: the sums in order tell."""
-    monkeypatch.setattr(selection, "SHORT", 0)
-    x, weights, targets, kept = near_targets(600, False)
-    found = filtered(FilterSpec(len(targets), 600, Number.top_p), host().isa, x, weights, targets,
-                     spoilt=("goal * 1.001f", "goal * 0.5f"))
+@pytest.mark.parametrize(("size", "wrong"), [
+    (1400, ("OVER", 0.3)), (1401, ("UNDER", 2.0)), (1402, ("CROWD", 1e9)), (1403, ("ROUNDS", 0))])
+def test_an_estimate_that_is_wrong_is_given_up(size: int, wrong: tuple[str, float],
+                                               monkeypatch: pytest.MonkeyPatch):
+    """One that is too high, too low, or has too many logits within: sums of units tell."""
+    monkeypatch.setattr(weighing, *wrong)
+    x, weights, targets, kept = weighted_rows(size)
+    found = filtered(FilterSpec(len(x), size, Number.top_p), host().isa, x, weights, targets)
     np.testing.assert_array_equal(found, kept.view(np.uint32))
 
 

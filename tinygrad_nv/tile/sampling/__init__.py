@@ -3,6 +3,6 @@
   spec.py       what is computed of rows of logits
   reference.py  the same in plain tinygrad
   top_k/        top-k filters: a program, for CPUs too
-  threshold.py  top-p filters by radix selection; threshold_sift.py: the candidates of a long row
+  top_p/        top-p filters: a program, for CPUs too
   program.py    noise and argmax in one pass, counts of chosen tokens: programs, for CPUs too
 """

@@ -24,12 +24,15 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv import tile
 from tinygrad_nv.tile.language.memory import LARGEST, Block, TensorRef
 from tinygrad_nv.tile.language.values import Operand, Tile
+from tinygrad_nv.tile.order import BY_ROW
 from tinygrad_nv.tile.programs import Blocks, Grid, TileProgram
 from tinygrad_nv.tile.reference import Argument, dense
 from tinygrad_nv.tile.sampling.reference import arguments
 from tinygrad_nv.tile.sampling.spec import MOST_FIRST, ChoiceSpec, CountSpec, Number
 from tinygrad_nv.tile.sampling.top_k.program import TOP_K
+from tinygrad_nv.tile.sampling.top_p.program import TOP_P
 
+DETERMINISM_CLASS = BY_ROW
 U32 = dtypes.uint32
 ONES, INFINITY = 0xFFFFFFFF, 0x7F800000
 PIECE, CPU_PIECE = 1 << 12, 1 << 13     # elements of a piece at least
@@ -254,7 +257,7 @@ def count_problems(spec: CountSpec, kind: str) -> list[str]:
     return [f"{numel} counts, at most {LARGEST}"] if numel > LARGEST else []
 
 
-PROGRAMS = (TOP_K,
+PROGRAMS = (TOP_K, TOP_P,
             TileProgram("choice", ChoiceSpec, choice, choice_grid, cut_choice,
                         lambda spec: spec.rows * spec.size * (1 + spec.draw), choice_problems, steps=steps,
                         vector=beside_of, entry=choice_name),

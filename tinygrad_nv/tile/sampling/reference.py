@@ -1,7 +1,7 @@
 """Filters, choices and counts in plain tinygrad (tile/reference.py): those of patterns/sampling, too.
 
-A filter's sums are what its spec says, of float32 in one order, where nothing else is rounded too (`exact`);
-noise is of float64 then.
+A filter's sums are of integers, as its spec says; noise is of float64 where nothing else is rounded, either
+(`exact`).
 """
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.tile.reference import Argument, Given, compute_dtype, dense, gather
 from tinygrad_nv.tile.sampling.spec import (
     DIGITS,
-    LANES,
+    MOST_UNITS,
     NUMBERS,
     ChoiceSpec,
     CountSpec,
@@ -73,23 +73,26 @@ def threshold(keys: Tensor, weights: Tensor | None, target: Tensor) -> Tensor:
     when weights are probabilities and target is top_p. Keys and float32 weights are [R, V], target is float32
     [R, 1].
 
-    Radix selection, four bits a pass from the top, eight passes of two kernels instead of a sort. A pass sums
-    for all 16 digits in `LANES` lanes, since one float sum a digit is a chain of additions that no compiler
-    may break up."""
+    Radix selection, four bits a pass from the top, eight passes instead of a sort. A pass sums for all 16
+    digits, in units of the spec."""
     if weights is None: weights = Tensor.ones_like(keys, dtype=F32)
-    R, size = map(int, keys.shape)
-    length = -(-size // LANES)
-    # weights of the padding are 0
-    keys, weights = (x.pad(((0, 0), (0, length * LANES - size))).reshape(R, LANES, length, 1).contiguous()
-                     for x in (keys, weights))
+    R = int(keys.shape[0])
+    limited = target < float("inf")
+    bits = limited.where(target, 1.0).cast(F32).bitcast(dtypes.int32)
+    scale = (((283 - (bits >> 23)).minimum(254)) << 23).bitcast(F32)
+    goal = limited.where((target.maximum(0) * scale).ceil(), float(1 << 62)).cast(dtypes.int64)
+    scaled = weights * scale
+    scaled = (scaled > 0).where(scaled.minimum(float(MOST_UNITS)), 0).contiguous()
+    # floats from 2^23 on are integers, of which round makes others
+    units = (scaled < 1 << 23).where(scaled.round(), scaled).cast(dtypes.int64).contiguous()
     digits = Tensor.arange(DIGITS, dtype=dtypes.uint32)
     found = Tensor.zeros(R, 1, dtype=dtypes.uint32, device=keys.device)
     for shift in range(28, -4, -4):
-        edges = (found + digits * (1 << shift)).reshape(R, 1, 1, DIGITS)
-        mass = (keys >= edges).where(weights, 0).sum(2).contiguous().sum(1)
+        edges = (found + digits * (1 << shift)).reshape(R, DIGITS, 1)
+        mass = (keys.reshape(R, 1, -1) >= edges).where(units.reshape(R, 1, -1), 0).sum(2)
         # mass falls with the digit, so the count of digits that reach the target is the digit sought, plus
         # one; at least digit 0: rounding may leave the total just under a target of 1
-        reached = (mass >= target).cast(dtypes.uint32).sum(1, keepdim=True).maximum(1).cast(dtypes.uint32) - 1
+        reached = (mass >= goal).cast(dtypes.uint32).sum(1, keepdim=True).maximum(1).cast(dtypes.uint32) - 1
         found = (found + reached * (1 << shift)).contiguous()
     return found
 

@@ -7,14 +7,16 @@ A filter keeps a row's largest logits, as many as have a mass of `target`, and a
 of them:
 
     key_i = the bits of x_i as uint32 in the order of numbers
-    t     = the largest t with mass(t) ≥ target, 0 if there is none        mass(t) = Σ weights[key ≥ t]
+    unit  = 2^(⌊log2 target⌋ - 29), at least 2^-127
+    t     = the largest t with mass(t) ≥ target, 0 if there is none      mass(t) = unit · Σ units[key ≥ t]
+    units = weights / unit to the nearest integer, of two the even one, at most `MOST_UNITS`, none below 0
     out_i = x_i where key_i ≥ t, else -inf
 
 With weights of 1 and a target of k, the k largest are kept; with probabilities and a target of top_p, a
-nucleus; with a target of infinity, all. The target is one of the row's numbers. Sums are of float32 in one
-order: element i belongs to lane i // ⌈size / LANES⌉, each lane is summed from its first element to its last,
-and then the lanes, from first to last. The order decides what a sum is that is nearly the target, so it is
-part of what is computed.
+nucleus; with a target of infinity, or none that is a number, all. The target is one of the row's numbers.
+Sums are of integers, so that their order does not matter. One that is compared with the target is off by
+half a unit for each weight at most, of n weights by n · 2^-30 of the target; by nothing where weights are
+multiples of the unit, as integers are up to a target of 2^30.
 
 A choice is a row's largest logit, the first of equals; where the row has a temperature, after noise is added.
 That is standard Gumbel, of uniform numbers in (0, 1) of 23 bits and a half, which float32 holds exactly (of
@@ -44,7 +46,7 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
 
-LANES = 128
+MOST_UNITS = 1 << 30     # of one weight, more than any target
 DIGITS = 16     # that a radix selection tells apart in a pass: 4 bits
 MOST_FIRST = 1 << 30    # where a part begins: elements are numbered by int32
 
@@ -82,11 +84,6 @@ class FilterSpec:
     def flops(self) -> int:
         """Operations, of the first pass."""
         return 2 * DIGITS * self.rows * self.size
-
-    @property
-    def length(self) -> int:
-        """Elements of a lane."""
-        return -(-self.size // LANES)
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.size} logits, {'counted' if self.counted else 'weighted'}"

@@ -26,6 +26,7 @@ from tinygrad_nv.tile.sampling.spec import MOST_FIRST, FilterSpec
 S32, U32 = dtypes.int32, dtypes.uint32
 LEAST, SIGN = -1 << 31, 1 << 31
 SLOTS = 4
+DEEP = 4            # blocks that are loaded together
 VECTOR, THREADS, FEWEST = 4, 1024, 128      # of a GPU's program: elements side by side, threads
 SHORT = 1 << 13         # logits of a row up to which a CPU's blocks are
 CPU_COLUMNS = 128, 512  # so long, and beyond
@@ -60,14 +61,24 @@ def top_k(out: TensorRef, logits: TensorRef, numbers: TensorRef, spec: FilterSpe
     row, target = Row(logits, tile.program_id(0), blocks.columns), numbers[tile.program_id(0), spec.number]
     found = tile.full((), LEAST, S32)
     if target <= float(spec.size): found = search(row, target)
-    for first in tile.range(0, row.whole, row.width): keep(out, row, Block(first, row.width), found)
-    if row.whole < row.size: keep(out, row, Block(row.whole, row.size - row.whole), found)
+    keep(out, row, found)
 
 
-def keep(out: TensorRef, row: Row, at: Block, found: Tile) -> None:
-    """Stores a block of the result."""
-    x = row.logits[row.number, at]
-    out[row.number, at] = tile.where(order(x) >= found, x, -inf)
+def keep(out: TensorRef, row: Row, found: Tile) -> None:
+    """Stores the result, blocks that are loaded together after each other."""
+    deep = row.whole // (DEEP * row.width) * DEEP * row.width
+    for first in tile.range(0, deep, DEEP * row.width):
+        keep_blocks(out, row, [Block(first + i * row.width, row.width) for i in range(DEEP)], found)
+    for first in tile.range(deep, row.whole, row.width):
+        keep_blocks(out, row, [Block(first, row.width)], found)
+    if row.whole < row.size: keep_blocks(out, row, [Block(row.whole, row.size - row.whole)], found)
+
+
+def keep_blocks(out: TensorRef, row: Row, blocks: Sequence[Block], found: Tile) -> None:
+    """Stores blocks of the result."""
+    loaded = [row.logits[row.number, at] for at in blocks]
+    for at, x in zip(blocks, loaded, strict=True):
+        out[row.number, at] = tile.where(order(x) >= found, x, -inf)
 
 
 def search(row: Row, target: Tile) -> Tile:
@@ -75,14 +86,14 @@ def search(row: Row, target: Tile) -> Tile:
     rest = [row.load_rest()] if row.whole < row.size else []
     if row.size <= SLOTS * row.width:
         held = rest + [row.load(first) for first in range(0, row.whole, row.width)]
-        return bisect(lambda edge: count_tiles(held, edge), target)
+        return bisect(lambda edge: reach(count_tiles(held, edge), target))
     slots = tuple([tile.full((row.width,), LEAST, S32)] * SLOTS)
     for key in rest: slots = insert(slots, key)
     for first in tile.range(0, row.whole, row.width): slots = insert(slots, row.load(first))
-    found = bisect(lambda edge: count_tiles(slots, edge), target)
+    found = bisect(lambda edge: reach(count_tiles(slots, edge), target))
     if tile.max(slots[-1], 0) > found:
         most, floor = tile.max(slots[0], 0), found
-        found = bisect(lambda edge: count_row(row, edge, floor, most), target)
+        found = bisect(lambda edge: reach(count_row(row, edge, floor, most), target))
     return found
 
 
@@ -95,14 +106,18 @@ def insert(slots: Sequence[Tile], key: Tile) -> tuple[Tile, ...]:
     return tuple(made)
 
 
-def bisect(reach: Callable[[Tile], Tile], target: Tile) -> Tile:
-    """The largest key that as many reach as are wanted, the least of all where there is none: by its bits
-    from the highest on, as a number without a sign."""
+def reach(count: Tile, target: Tile) -> Tile:
+    """Whether so many keys are as many as are wanted."""
+    return tile.cast(count, dtypes.float32) >= target
+
+
+def bisect(enough: Callable[[Tile], Tile]) -> Tile:
+    """The largest key that enough others reach, the least of all where there is none: by its bits from the
+    highest on, as a number without a sign."""
     found = tile.full((), 0, U32)
     for turn in tile.range(32):
         trial = found | tile.full((), SIGN, U32) >> tile.cast(turn, U32)
-        enough = tile.cast(reach(tile.bitcast(trial ^ SIGN, S32)), dtypes.float32) >= target
-        found = tile.where(enough, trial, found)
+        found = tile.where(enough(tile.bitcast(trial ^ SIGN, S32)), trial, found)
     return tile.bitcast(found ^ SIGN, S32)
 
 

@@ -1,0 +1,1 @@
+"""Filters by sums of weights."""
