@@ -71,7 +71,7 @@ class WeightedRow(Row):
 
 def fold(row: WeightedRow, state: Sequence[Tile], add: Callable[..., Sequence[Tile]]) -> Sequence[Tile]:
     """Applies a function to a state, logits and weights of each block, and which of them there are."""
-    made = list(state)
+    made = state
     if row.whole < row.size:
         inside = row.whole + tile.arange(row.width) < row.size
         made = add(made, *row.load_pair(row.whole), inside)
@@ -176,7 +176,7 @@ def narrow(row: WeightedRow, target: Tile, low: Tile, high: Tile, top: Tile, den
     return low, high
 
 
-def collect(row: WeightedRow, units: Units, floor: Tile, most: Tile) -> tuple[Tile, ...]:
+def collect(row: WeightedRow, units: Units, floor: Tile, most: Tile) -> Sequence[Tile]:
     """At each place of a block: the units above the most, how many keys there are from the floor on up to it,
     the last of these, and their units."""
     def add(state: Sequence[Tile], x: Tile, weights: Tile, inside: Operand) -> Sequence[Tile]:
