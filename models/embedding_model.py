@@ -139,7 +139,8 @@ def require_fitting(config: EmbeddingConfig, directory: Path) -> None:
     if isinstance(network := config.network, EncoderConfig):
         encoder_weights.require_encoder_sizes(network, directory)
     else:
-        require_sizes(decoder_sizes(network), language_entries(open_checkpoint(directory).entries), directory)
+        entries = language_entries(open_checkpoint(directory).entries, network.names.spell)
+        require_sizes(decoder_sizes(network), entries, directory)
 
 
 class EmbeddingModel:

@@ -13,7 +13,8 @@ from .family import FULL, SLIDING, Family, ropes_by_type, windows
 from .lfm2 import CONV, lfm2, list_kinds
 from .lfm2 import NAMES as LFM2_NAMES
 
-BARE = replace(LFM2_NAMES, output="self_attn.o_proj", q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
+BARE = replace(LFM2_NAMES, output="self_attn.o_proj", q_norm="self_attn.q_norm", k_norm="self_attn.k_norm",
+               spellings=((".self_attn.gate_proj.", ".self_attn.g_proj."),))
 THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
 ROPES = {SLIDING: {"rope_type": "default", "rope_theta": LOCAL_THETA},
          FULL: {"rope_type": "proportional", "rope_theta": THETA, "partial_rotary_factor": 0.5}}
@@ -29,7 +30,7 @@ def settings(f: Fields) -> dict[str, Any]:
     if bias and gated:
         raise ModelError(f"{f.name}: attention_bias and use_attention_gate are true",
                          "one of them: gates have no biases", "use a model as it was published")
-    if gated: names = replace(names, qkv=(*names.qkv, "self_attn.gate_proj"))
+    if gated: names = replace(names, qkv=(*names.qkv, "self_attn.g_proj"))
     if f.flag("use_sandwich_norm"):
         names = replace(names, attention_post_norm="post_operator_norm",
                         feed_forward_post_norm="post_ffn_norm")

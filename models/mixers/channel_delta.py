@@ -9,7 +9,7 @@ Decays, states and their sums are float32.
 """
 from __future__ import annotations
 
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from ..config import ModelConfig
@@ -35,7 +35,9 @@ class ChannelDelta:
         self.wide = (linear(own.size, own.keys), linear(own.size, own.keys)) if own.narrow else ()
         self.output = linear(own.keys, hidden)
         self.weight = empty(3 * own.keys, 1, own.taps)
-        self.decay, self.bias = empty(*own.shape), empty(own.keys)
+        # whatever the model's dtype is, as in transformers: what they round to decides over all tokens
+        self.decay, self.bias = (Tensor.empty(*shape, dtype=dtypes.float32, device=device)
+                                 for shape in (own.shape, (own.keys,)))
         self.norm = RMSNorm(own.size, config.norm_eps, dtype, device, rounds_last=True)
 
     @property

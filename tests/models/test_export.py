@@ -19,12 +19,16 @@ from tests.models.test_parity import our_logits, their_logits
 from tests.support.models.families import CASES
 from tests.support.models.lora_case import adapter, answers, greedy, prompts
 from tinygrad_nv import LLM, LoRARequest
+from tinygrad_nv.engine.bundled.capture import find_ranges
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.families.minimax import CONSTANTS
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.lora import adaptable
+from tinygrad_nv.models.mixers.channel_delta import ChannelDelta
 from tinygrad_nv.models.peft import read_adapter
+from tinygrad_nv.quantize.directory import quantize
+from tinygrad_nv.quantize.schemes import SCHEMES
 from tinygrad_nv.runtime.memory import read_part
 from tinygrad_nv.train.export import load_adapter, save_adapter, save_pretrained
 
@@ -65,6 +69,30 @@ def test_both_load_the_bits_that_were_saved(hf_model: Callable[[str], Path], tmp
     for name, tensor in wanted.items(): assert torch.equal(found[name], tensor), name
     theirs, ours = (AutoConfig.from_pretrained(each).to_dict() for each in (source, tmp_path))
     assert {**ours, "_name_or_path": ""} == {**theirs, "_name_or_path": ""}
+
+
+@pytest.mark.parametrize("case", ["kimi-linear", "lfm3"])
+def test_bundles_refer_to_files_of_other_names(hf_model: Callable[[str], Path], tmp_path: Path, case: str):
+    """What lies in a directory as it was published lies in one with this package's names."""
+    model = loaded(hf_model(case))
+    save_pretrained(model, tmp_path, hf_model(case))
+    published, own = (find_ranges(model, each) for each in (hf_model(case), tmp_path))
+    assert published.keys() == own.keys() != set()
+
+
+def test_what_decays_are_computed_of_is_not_rounded(hf_model: Callable[[str], Path]):
+    mixer = loaded(hf_model("kimi-linear"), dtypes.bfloat16).blocks[0].attention
+    assert isinstance(mixer, ChannelDelta)
+    assert (mixer.decay.dtype, mixer.bias.dtype) == (dtypes.float32, dtypes.float32)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "minimax-m2", "kimi-linear"])
+def test_routers_are_not_quantised(hf_model: Callable[[str], Path], tmp_path: Path, case: str):
+    """Whatever files call them: what was written is loaded."""
+    quantize(hf_model(case), SCHEMES["fp8"], tmp_path / "out")
+    of = loaded(tmp_path / "out")(Tensor([IDS])).numpy()
+    exact = loaded(hf_model(case))(Tensor([IDS])).numpy()
+    assert np.corrcoef(of.flatten(), exact.flatten())[0, 1] > 0.99
 
 
 @pytest.mark.sampled(1)

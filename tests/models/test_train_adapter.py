@@ -38,7 +38,7 @@ def adapted(directory: Path, options: AdapterOptions) -> tuple[Supervised, Adapt
 
 
 @pytest.mark.parametrize(("case", "targets", "rslora"), [
-    ("llama", ("q_proj", "v_proj"), False),
+    ("llama", ("q_proj", "v_proj"), False), ("lfm3", ("q_proj", "g_proj"), False),
     pytest.param("qwen3", ("all-linear",), True, marks=pytest.mark.slow)])
 def test_adapters_are_those_of_peft(hf_model: Callable[[str], Path], tmp_path: Path, case: str,
                                     targets: tuple[str, ...], rslora: bool) -> None:

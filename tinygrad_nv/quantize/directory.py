@@ -41,7 +41,7 @@ from tinygrad_nv.quantize.text import Sequences
 from tinygrad_nv.regexes import compile_pattern
 
 FLOATS = ("float32", "float16", "bfloat16")
-IGNORED = ("lm_head", "re:.*embed.*", "re:.*mlp.gate$", "re:.*router.*")
+IGNORED = ("lm_head", "re:.*embed.*", "re:.*mlp.gate$", "re:.*moe.gate$", "re:.*router.*")
 CHUNK = 1 << 24             # elements that are rounded at a time
 SETTINGS = "quantize.json"  # of a folder that is not finished
 LAYERS = "layers"           # of calibrated layers in it

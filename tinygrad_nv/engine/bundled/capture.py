@@ -151,7 +151,7 @@ def _settings() -> dict[str, int | str]:
 def find_ranges(model: Llama, directory: Path) -> dict[tuple[int, int, int], Ranges]:
     """Finds where memory of the model lies in the files of `directory`."""
     if not directory.is_dir(): return {}
-    entries = language_entries(open_checkpoint(directory).entries)
+    entries = language_entries(open_checkpoint(directory).entries, model.config.names.spell)
     parts = defaultdict[tuple[int, int, int], list[tuple[int, str, int, int]]](list)
     for name, slot in weights.slots(model).items():
         at = slot.tensor.uop.buffer
