@@ -172,7 +172,7 @@ def rope_config(f: Fields, given: Mapping[str, Any], head_dim: int, partial: boo
         raise ModelError(f"{name}: {ORIGINAL} is {original} with rope type longrope", "2 or more", CORRECT)
     if kind == "longrope": numbers.setdefault("factor", positions / original)
     lists: dict[str, Any] = {key: _factors(given, key, dim, name) for key in LISTS.get(kind, ())}
-    if kind == "proportional": kind, lists["factors"] = "factors", _proportional(both, dim, numbers)
+    if kind == "proportional": kind, lists["factors"] = "factors", _make_factors(both, dim, numbers)
     return RopeConfig(kind=kind, theta=theta, dim=dim, original_positions=original,
                       truncate=bool(given.get("truncate", True)), **lists, **numbers)
 
@@ -187,7 +187,7 @@ def _factors(given: Mapping[str, Any], key: str, dim: int, name: str) -> tuple[f
     return tuple(Fields({key: each}, name).number(key) for each in factors)
 
 
-def _proportional(both: Fields, dim: int, numbers: dict[str, Any]) -> tuple[float, ...]:
+def _make_factors(both: Fields, dim: int, numbers: dict[str, Any]) -> tuple[float, ...]:
     """Factors of a rope that leaves all pairs but the first partial_rotary_factor of them as they are."""
     share = 1.0 if both.get("partial_rotary_factor") is None else both.number("partial_rotary_factor")
     if (turned := int(share * dim // 2)) > dim // 2:

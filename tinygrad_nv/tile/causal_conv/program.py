@@ -74,7 +74,7 @@ def grid(spec: CausalConvSpec, blocks: Blocks) -> Grid:
 
 
 def count_parts(spec: CausalConvSpec) -> int:
-    """How many programs have a sequence's chunks in turns."""
+    """Returns how many programs have a sequence's chunks in turns."""
     if spec.single or spec.taps > CHUNK: return 1
     return max(1, min(-(-spec.tokens // CHUNK), PROGRAMS_OF_BLOCK // spec.sequences))
 

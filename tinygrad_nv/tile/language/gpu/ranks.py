@@ -41,7 +41,7 @@ class Ranks(Collective):
             self.arena.sync()
             if self.assignment.uses.get(ranks):
                 before = address(self, start, self._rows_of_warps(row, self._sharing(layout)))
-                made = [None if one is None else self._behind(before, *one, bins) for one in found]
+                made = [None if one is None else self._add_before(before, *one, bins) for one in found]
                 self.put_held(ranks, Held(dtypes.int32, ranks.shape, layout,
                                           self.parts(dtypes.int32, ranks.shape, layout, made)))
             self._read_counts(op, start + warps * row)
@@ -119,7 +119,7 @@ class Ranks(Collective):
                     kb.emit("add.u32", total, total, count)
             kb.emit("st.shared.u32", base.at((threads >> LANE_BITS) * row + first * WORD), total, guard=there)
 
-    def _behind(self, before: Register, rank: Register, key: Register, bins: int) -> Register:
+    def _add_before(self, before: Register, rank: Register, key: Register, bins: int) -> Register:
         """A rank in the warp behind those of the warps before."""
         kb = self.kb
         with kb.if_(key < bins):
