@@ -41,7 +41,8 @@ TEXTS = ragged((7, 1, 20))
 # families whose attention is not that of packed sequences, and what of it
 REFUSED = {"DeepseekV2": "multi-head latent attention", "DeepseekV3": "multi-head latent attention",
            "GptOss": "attention sinks", "Llama4": "windows in chunks",
-           **dict.fromkeys(KEEPING_STATES, "layers that keep states")}
+           **dict.fromkeys(KEEPING_STATES, "layers that keep states"),
+           **dict.fromkeys(("KimiLinear", "BailingHybrid"), "multi-head latent attention")}
 
 
 def vectors(llm: LLM, prompts: Any, **options: Any) -> np.ndarray:

@@ -80,7 +80,7 @@ def test_a_router_of_many_tokens_is_two_kernels():
     logits = np.random.default_rng(0).normal(size=(70, 8)).astype(np.float32)
     policy = Policy(2, renormalize=True)
     found, wanted = (route(on(device, logits), policy) for device in ("EMU", "CPU"))
-    names = [each.template for each in explain(found.order).kernels]
+    names = [each.name for each in explain(found.order).kernels]
     assert [each for each in names if each in ("router", "order")] == ["router", "order"]
     for name in ("experts", "order", "offsets"):
         np.testing.assert_array_equal(getattr(found, name).numpy(), getattr(wanted, name).numpy())

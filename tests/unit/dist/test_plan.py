@@ -33,12 +33,15 @@ def timed_steps() -> dict[tuple[int, int], float]:
 
 
 def test_a_decode_step_of_one_gpu_agrees_with_the_timing_model():
-    """Within 5 %: two models of the same kernels, of which the other runs their instructions."""
+    """Within 7 %: two models of the same kernels, of which the other runs their instructions. An H100 took
+    5.58 ms for the first step (docs/hardware.md), the plan has 5.41, the other 5.75."""
     steps = timed_steps()
     assert len(steps) == 4
     for (batch, context), seconds in steps.items():
         made = decode(LLAMA, Layout(), Inference(batch, achieved=IDEAL), cluster("H100"), context)
-        assert made.seconds == pytest.approx(seconds, rel=0.05)
+        assert made.seconds == pytest.approx(seconds, rel=0.07)
+    first = decode(LLAMA, Layout(), Inference(1, achieved=IDEAL), cluster("H100"), 1024)
+    assert first.seconds == pytest.approx(5.58e-3, rel=0.05)
 
 
 def stepped(gpus: str, layout: Layout, config=LARGE, **settings) -> InferenceStep:

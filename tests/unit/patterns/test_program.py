@@ -248,11 +248,12 @@ def test_other_integers_are_other_kernels():
 
 @pytest.mark.parametrize(("where", "spec", "words"), [
     ("gpu", dense(64, 64, 64, "f32"), "float32 without ALLOW_TF32"),
-    ("gpu", FilterSpec(1 << 16, 8, Number.top_k),
-     "threshold: 65536 rows, at most 65535; counted_threshold: sums of weights, whose order counts"),
+    ("gpu", FilterSpec(1, (1 << 30) + 1, Number.top_k),
+     "counted_threshold: sums of weights, whose order counts; "
+     "threshold: 1073741825 logits of a row, at most 1073741824"),
     ("gpu", GroupRowsSpec(7, 2, 4), "no template for 14 slots by their 4 experts"),
     ("cpu", dense(5000, 4, 4, "f32"), "K of 4 with 4 rows or columns, at least 9 or 64")],
-    ids=["f32", "rows", "groups", "short"])
+    ids=["f32", "logits", "groups", "short"])
 def test_what_no_template_takes_is_refused_with_the_reason(where: str, spec: Any, words: str):
     with pytest.raises(Unsupported) as no: choose(spec, HOPPER if where == "gpu" else host())
     assert str(no.value) == words
