@@ -270,7 +270,7 @@ def stage_config(config: ModelConfig, stage: int, stages: int) -> ModelConfig:
     """Returns the configuration of a stage of a pipeline. Raises `ModelError` for more stages than layers
     and for layers that keep states."""
     if stages == 1: return config
-    _require_no_states(config)
+    _require_whole_layers(config)
     if stages > config.num_layers:
         raise ModelError(f"{stages} stages of a pipeline, and num_hidden_layers is {config.num_layers}",
                          f"at most {config.num_layers}", "change --pipeline-parallel-size")
@@ -296,7 +296,7 @@ def local_config(config: ModelConfig, ranks: int, experts: bool = False) -> Mode
     """Returns the configuration of one of `ranks`; with `experts` it has some of them whole. Raises
     `ModelError` where it cannot be cut."""
     if ranks == 1: return config
-    _require_no_states(config)
+    _require_whole_layers(config)
     _require_cut(config, ranks, experts)
     moe = config.moe
     if moe is not None:
@@ -320,10 +320,13 @@ def names_apart(names: Names) -> Names:
     return names
 
 
-def _require_no_states(config: ModelConfig) -> None:
-    if config.has_states:
-        raise ModelError(f"{config.architecture}, whose layers keep states, on several ranks",
-                         "one rank", "use data parallelism, or a quantised model that fits one GPU")
+def _require_whole_layers(config: ModelConfig) -> None:
+    """Refuses layers that no code splits among ranks. Raises `ModelError`."""
+    if config.has_states: what = "keep states"
+    elif config.normed_sums is not None: what = "add to their normalised input"
+    else: return
+    raise ModelError(f"{config.architecture}, whose layers {what}, on several ranks",
+                     "one rank", "use data parallelism, or a quantised model that fits one GPU")
 
 
 def _require_cut(config: ModelConfig, ranks: int, experts: bool) -> None:

@@ -73,21 +73,21 @@ def test_both_load_the_bits_that_were_saved(hf_model: Callable[[str], Path], tmp
 
 @pytest.mark.parametrize("case", ["kimi-linear", "lfm3"])
 def test_bundles_refer_to_files_of_other_names(hf_model: Callable[[str], Path], tmp_path: Path, case: str):
-    """What lies in a directory as it was published lies in one with this package's names."""
+    """Memory is found in a directory as it was published, and in one with this package's names."""
     model = loaded(hf_model(case))
     save_pretrained(model, tmp_path, hf_model(case))
     published, own = (find_ranges(model, each) for each in (hf_model(case), tmp_path))
     assert published.keys() == own.keys() != set()
 
 
-def test_what_decays_are_computed_of_is_not_rounded(hf_model: Callable[[str], Path]):
+def test_parameters_of_decays_stay_float32(hf_model: Callable[[str], Path]):
     mixer = loaded(hf_model("kimi-linear"), dtypes.bfloat16).blocks[0].attention
     assert isinstance(mixer, ChannelDelta)
     assert (mixer.decay.dtype, mixer.bias.dtype) == (dtypes.float32, dtypes.float32)
 
 
 @pytest.mark.parametrize("case", ["mixtral", "minimax-m2", "kimi-linear"])
-def test_routers_are_not_quantised(hf_model: Callable[[str], Path], tmp_path: Path, case: str):
+def test_quantize_keeps_routers(hf_model: Callable[[str], Path], tmp_path: Path, case: str):
     """Whatever files call them: what was written is loaded."""
     quantize(hf_model(case), SCHEMES["fp8"], tmp_path / "out")
     of = loaded(tmp_path / "out")(Tensor([IDS])).numpy()

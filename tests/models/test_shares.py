@@ -195,6 +195,8 @@ def test_layers_that_keep_states_are_not_cut(hf_model: Callable[[str], Path]):
     config = read_config(hf_model("lfm2"))
     for cut in (lambda: local_config(config, 2), lambda: stage_config(config, 0, 2)):
         with pytest.raises(ModelError, match="keep states, on several ranks"): cut()
+    attention = replace(read_config(hf_model("minimax")), mixers=())
+    with pytest.raises(ModelError, match="normalised input, on several ranks"): local_config(attention, 2)
 
 
 @pytest.mark.parametrize("family", ["qwen2", pytest.param("phi3", marks=pytest.mark.slow),

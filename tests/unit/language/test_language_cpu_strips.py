@@ -278,7 +278,7 @@ def spread(q: KTile["S", "D"], k: KTile["N", "D"], v: KTile["N", "D"], out: OTil
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("ahead", "summed"), [(0, False), (20, False), (-20, False), (0, True)])
-def test_rows_of_which_nothing_is_stored(level: str, ahead: int, summed: bool):
+def test_strips_end_where_stores_do(level: str, ahead: int, summed: bool):
     """Rows beyond the last are computed where an earlier place is written too, or a sum reads them: what lies
     beyond q is 0, of which the power is 1."""
     given = arrays(170, 128, 32)
@@ -293,7 +293,7 @@ def test_rows_of_which_nothing_is_stored(level: str, ahead: int, summed: bool):
         np.testing.assert_allclose(written[name], each, rtol=2e-5, atol=1e-4)
 
 
-def test_rows_beyond_the_last_are_not_computed():
+def test_strips_end_with_the_last_row():
     """The strips of a block end with the tensor's rows, where its rows alone are stored."""
     given = tensors(arrays(170, 128, 32), f32)
     for summed in (False, True):

@@ -167,7 +167,7 @@ def test_several_tiles_and_places_of_tokens():
 
 @pytest.mark.parametrize("count", [8200, 16384])
 def test_many_tokens(count: int):
-    """Of which a program that sorts takes a block at a time, or all at once."""
+    """A program that sorts takes them a block at a time, or all at once."""
     checked(drawn(count, 40), 40, 4)
 
 

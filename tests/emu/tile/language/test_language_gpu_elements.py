@@ -351,7 +351,7 @@ def add_squares(x, o):
 
 @pytest.mark.parametrize("warps", [1, 4])
 def test_pairs_of_indices_are_made_in_every_layout(warps: int) -> None:
-    """Those of rows and those of columns are computed, not moved through shared memory."""
+    """Pairs of rows and of columns are computed, not moved through shared memory."""
     from tinygrad_nv.tile.language.gpu import build
     from tinygrad_nv.tile.template import GPU
 

@@ -179,7 +179,7 @@ def count_alone(x, o, p):
 
 
 def test_ranks_that_nothing_reads_are_not_made() -> None:
-    """What comes behind does not write where counts are still read."""
+    """Later operations do not write where counts are still read."""
     made = program(count_alone, [ref("o", S32, 100, out=True), ref("p", S32, 500, out=True),
                                    ref("x", S32, 500)])
     checked(made, TileSchedule(warps=4), x=np.random.default_rng(0).integers(0, 100, 500, np.int32))

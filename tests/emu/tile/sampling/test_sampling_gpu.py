@@ -63,7 +63,7 @@ def test_a_filter_is_exact_where_a_sum_is_nearly_the_target(arch: str, alike: bo
     (2601, ()), (2604, ()), (2700, ("CROWD", 1e9)), (2800, ("UNDER", 2.0)), (2900, ("OVER", 0.3))])
 def test_the_mass_is_found_wherever_it_lies(arch: str, size: int, wrong: tuple[str, float],
                                             monkeypatch: pytest.MonkeyPatch):
-    """Of rows that are not held, by estimates that are right, have too many logits within, or are wrong."""
+    """Rows are too long to be held; estimates are right, have too many logits within, or are wrong."""
     monkeypatch.setattr(weighing, "THREADS", 128)
     if wrong: monkeypatch.setattr(weighing, *wrong)
     x, weights, targets, kept = weighted_rows(size)
